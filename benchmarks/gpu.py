@@ -235,8 +235,8 @@ def decode(
 
     The way "operators" uses torch's operators instead of the Triton kernel.
     """
-    settings = RolloutConfig(cuda_graphs="auto" if way == "graphs" else "never")
-    engine = NativeEngine(EngineContext(model, settings, model.tok_embeddings.weight.device))
+    context = EngineContext(model, RolloutConfig(), model.tok_embeddings.weight.device)
+    engine = NativeEngine(context, cuda_graphs="auto" if way == "graphs" else "never")
     longest = bench.sizes.new_tokens
     if way == "operators":
         engine._ready()[0].has_kernel = False
@@ -313,9 +313,9 @@ def kernels(bench: Bench, work: Callable[[], Any]) -> int:
 def logprob_gap(bench: Bench, model: TransformerDecoder) -> dict[str, Any]:
     """Compare the sampler's log-probs with those that the trainer computes of its tokens."""
     lengths = bench.sizes.prompt_lengths
-    settings, device = RolloutConfig(cuda_graphs="never"), model.tok_embeddings.weight.device
+    context = EngineContext(model, RolloutConfig(), model.tok_embeddings.weight.device)
     rows = sample_groups(
-        NativeEngine(EngineContext(model, settings, device)),
+        NativeEngine(context, cuda_graphs="never"),
         random_prompts(list(lengths), bench.sizes.shape["vocab_size"]),
         tokenizer=Words(),
         group_size=GROUP,

@@ -53,7 +53,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.config.check import instantiate, read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import VLLM, GRPOConfig
+from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import make_loss
 from torchtune_grpo.models import layers
 from torchtune_grpo.models.layers import attend_in_segments, standardize
@@ -61,6 +61,7 @@ from torchtune_grpo.rollout import vllm
 from torchtune_grpo.rollout.batch import PREFILL_TOKENS
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder
+from torchtune_grpo.rollout.engine import engine_class
 from torchtune_grpo.rollout.native import MEMORY_SHARE, NativeEngine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 from torchtune_grpo.training import Teacher, response_logprobs
@@ -189,10 +190,10 @@ def rollout_bytes(
     model: TransformerDecoder, cfg: GRPOConfig, *, free: float, cuda: bool
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Return the bytes that a rollout takes, some of them for good, and the rows at once."""
-    if getattr(cfg.rollout.engine, "_component_", "") == VLLM:
+    if engine_class(cfg.rollout) is vllm.VLLMEngine:
         return vllm_bytes(model, cfg, free=free)
     meta = torch.device("meta")
-    merges = cfg.rollout.merge_adapters
+    merges = cfg.rollout.engine.get("merge_adapters", "auto")
     decoder = NativeDecoder(
         model,
         merge_adapters=merges == "always" or (merges == "auto" and cfg.dtype == "fp32"),
@@ -201,7 +202,7 @@ def rollout_bytes(
     )
     engine = NativeEngine(EngineContext(model, cfg.rollout, meta))
     engine._decoder, engine._cache = decoder, GroupCache(decoder.cache_shape)
-    graphs = cuda and cfg.rollout.cuda_graphs == "auto"
+    graphs = cuda and cfg.rollout.engine.get("cuda_graphs", "auto") == "auto"
     copies = sum(linear.copied_bytes for linear in decoder.linears())
     if copies >= free / 2:
         copies = 0  # the modules are called as they are

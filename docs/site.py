@@ -76,6 +76,7 @@ CLASSES = {  # what a config or a script of one's own names
     "Loggers": ["monitor.loggers.TrackioLogger"],
     "Engines": [
         "rollout.request.RolloutEngine",
+        "rollout.request.Capabilities",
         "rollout.request.EngineContext",
         "rollout.request.RolloutRequest",
         "trajectory.Samples",

@@ -19,20 +19,22 @@ from torchtune_grpo.environments.environment import (
 )
 from torchtune_grpo.machine import endings
 from torchtune_grpo.rewards import RewardSet
-from torchtune_grpo.rollout import sample_groups
+from torchtune_grpo.rollout import Capabilities, RolloutEngine, sample_groups
 from torchtune_grpo.trajectory import Samples, Trajectory, length_mask
 
 END = "<end>"  # in a script, the token that ends a turn
 
 
-class ScriptedEngine:
+class ScriptedEngine(RolloutEngine):
     """An engine whose row n says ``scripts[n]``, a text for each turn, as all engines would."""
-
-    is_reproducible = takes_turns = True
 
     def __init__(self, tokenizer: Any, scripts: Sequence[Sequence[str]]) -> None:
         self._tokenizer, self._scripts = tokenizer, scripts
         self.asked: list[Any] = []
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:
+        return Capabilities(turns=True, filters=True)
 
     def generate(self, request: Any) -> Samples:
         self.asked.append(request)

@@ -53,12 +53,8 @@ from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.monitor.recorder import Recorder
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import sample_groups
-from torchtune_grpo.rollout.engine import check_engine, make_engine
-from torchtune_grpo.rollout.request import (
-    EngineContext,
-    ForeignEngine,
-    RolloutEngine,
-)
+from torchtune_grpo.rollout.engine import add_wishes, check_engine, make_engine
+from torchtune_grpo.rollout.request import EngineContext, RolloutEngine
 from torchtune_grpo.training.checks import check_model, check_prompts, check_teacher
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.memory import choose_passes, pass_bytes, tokens_at_once
@@ -90,6 +86,7 @@ class Run:
     ) -> None:
         self.given = cfg.copy()
         OmegaConf.set_readonly(self.given, False)  # its paths are completed
+        add_wishes(self.given)
         self.cfg = read_config(self.given, table)
         if self.cfg.dtype == "auto":
             is_fast = multiplies_bf16(torch.device(self.cfg.device))
@@ -418,17 +415,12 @@ class Run:
             update_bytes=self._update_bytes,
             model_dir=self.cfg.checkpointer.checkpoint_dir,
         )
-        engine = self._engine = make_engine(context)
-        if self.environment_kinds and not getattr(engine, "takes_turns", False):
-            raise ValueError(
-                f"rollout.engine: {type(engine).__name__} samples responses of one turn only, and "
-                "an environment needs more; set rollout.engine to native."
-            )
-        return engine
+        self._engine = make_engine(context)
+        return self._engine
 
     def check_samples(self, metrics: Mapping[str, float]) -> None:
-        """Raise a ValueError if an engine that checks itself has sampled from another policy."""
-        if isinstance(self._engine, ForeignEngine):
+        """Raise a ValueError if a step's metrics show that the engine has another policy."""
+        if self._engine is not None:
             self._engine.check_step(metrics)
 
     def _bytes_to_come(self) -> int:
@@ -521,6 +513,6 @@ class Run:
 
     def _end_engine(self) -> None:
         """End the engine, and let go of its model."""
-        if isinstance(self._engine, ForeignEngine):
+        if self._engine is not None:
             self._engine.close()
         self._engine = None

@@ -109,9 +109,9 @@ def start(request):
     started = []
 
     def make(model, folder, *, max_rows=None, merge_adapters="auto", **arguments):
-        settings = RolloutConfig(max_rows=max_rows, merge_adapters=merge_adapters)
+        settings = RolloutConfig(max_rows=max_rows)
         context = EngineContext(model, settings, CPU, model_dir=str(folder))
-        started.append(ENGINES[request.param](context, **arguments))
+        started.append(ENGINES[request.param](context, merge_adapters=merge_adapters, **arguments))
         return started[-1]
 
     yield make

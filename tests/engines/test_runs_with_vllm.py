@@ -96,8 +96,8 @@ def test_a_run_learns_and_after_a_kill_and_stale_weights_goes_on_as_if_nothing_w
 @pytest.mark.slow
 def test_a_run_with_an_adapter_beside_the_weights(whole):
     folder = whole.with_name("beside")
-    lora = ("model=torchtune_grpo.models.lora_hf_model", "rollout.merge_adapters=never")
-    run(folder, "rollout.engine=vllm", *lora, "optimizer.lr=1e-2", "num_steps=3")
+    lora = ("model=torchtune_grpo.models.lora_hf_model", "rollout.engine.merge_adapters=never")
+    run(folder, *lora, "rollout.engine=vllm", "optimizer.lr=1e-2", "num_steps=3")
     gaps = [step["sampling/sampling_logp_difference/max"] for step in steps_of(folder)]
     assert len(gaps) == 3 and max(gaps) < 1e-3
 

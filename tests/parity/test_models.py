@@ -182,8 +182,8 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
     options = dict(max_new_tokens=64, do_sample=False)
     said = [merged.generate(torch.tensor([p]), **options)[0, len(p) :] for p in prompts]
     for settings, length in (
-        (RolloutConfig(max_rows=3, merge_adapters="always"), 64),
-        (RolloutConfig(max_rows=3, merge_adapters="never"), 64),
+        (RolloutConfig(max_rows=3, engine={"merge_adapters": "always"}), 64),
+        (RolloutConfig(max_rows=3, engine={"merge_adapters": "never"}), 64),
         (RolloutConfig(engine="torchtune"), 12),
     ):
         engine = make_engine(EngineContext(model, settings, torch.device("cpu")))

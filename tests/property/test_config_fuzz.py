@@ -58,7 +58,8 @@ flag: pack_groups compile enable_activation_checkpointing resume_from_checkpoint
 flag?: objective.mask_truncated_completions saving.adapter_weights_only distributed.cpu_offload
 flag?: dataset.chat profiler.enabled model.apply_lora_to_mlp model.use_dora model.quantize_base
 word: objective.advantage objective.multi_objective_aggregation device dtype distributed.sharding
-word: rollout.engine rollout.merge_adapters rollout.cuda_graphs checkpointer.model_type
+word: rollout.engine rollout.engine.merge_adapters rollout.engine.cuda_graphs
+word: checkpointer.model_type
 word: loss.importance_sampling_level loss.surrogate loss.kl_estimator loss.aggregation
 word: dataset.prompt_column
 word?: evaluation.reward objective.sampling_correction

@@ -1,27 +1,48 @@
-"""An engine of a user's own, named in the config, runs through the real recipe."""
+"""Engines: a user's own in the real recipe, what one declares, and where its arguments stand."""
 
 import math
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from policies import build_policy
-from runs import SGD, run_tiny, steps_of
+from runs import (
+    NO_EVALUATION,
+    RECIPE,
+    SGD,
+    completions,
+    distance,
+    run,
+    run_tiny,
+    steps_of,
+    tune,
+    untimed,
+    weights,
+)
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.rollout.engine import make_engine
+from torchtune_grpo.config.keys import RolloutConfig
+from torchtune_grpo.config.text import ConfigError
+from torchtune_grpo.rollout import sample_groups
+from torchtune_grpo.rollout.engine import check_engine, make_engine
 from torchtune_grpo.rollout.request import EngineContext
+from torchtune_grpo.rollout.torchtune import TorchtuneEngine
+from torchtune_grpo.run import Run
+from torchtune_grpo.training.checks import check_prompts
 
 # Beside uniform samples it writes a token of its own, whose log-probs nobody may look at.
 ENGINE = """
 import torch
+from torchtune_grpo.rollout import Capabilities, RolloutEngine
+from torchtune_grpo.rollout.vllm import VLLMEngine
 from torchtune_grpo.trajectory import Samples
 
 
-class Uniform:
-    is_reproducible = False
-
+class Uniform(RolloutEngine):
     def __init__(self, context, *, length):
         self.vocab, self.length = context.model.tok_embeddings.num_embeddings, length
 
@@ -40,6 +61,21 @@ class Uniform:
         )
 
 
+class Short(Uniform):
+    @classmethod
+    def capabilities(cls, *, length):
+        return Capabilities(longest_row=length, correction="sequence_mask", reproducible=True)
+
+    @classmethod
+    def check(cls, cfg):
+        if cfg.temperature != 1:
+            raise ValueError("temperature: this engine samples uniformly; set it to 1.")
+
+
+class MyVLLM(VLLMEngine):
+    pass
+
+
 def silent(context):
     return context
 """
@@ -47,7 +83,20 @@ REWARD = """
 def reward_letters(prompts, completions, **columns):
     return [float(sum(map(ord, c)) % 7) for c in completions]
 """
-LORA = "llama3_2_1B_lora_grpo"
+LORA, TINY = "llama3_2_1B_lora_grpo", "tiny_arithmetic_grpo"
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Engines of a user's own can be imported."""
+    (tmp_path / "my_engine.py").write_text(ENGINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_engine", raising=False)
+
+
+def settings_of(*options):
+    return Run(load_config(TINY, options)).cfg
 
 
 def test_a_run_trains_on_what_another_engine_sampled_and_on_nothing_else(tmp_path):
@@ -65,19 +114,145 @@ def test_a_run_trains_on_what_another_engine_sampled_and_on_nothing_else(tmp_pat
     assert "my_engine.Uniform: its samples are not reproducible" in result.err
 
 
+@pytest.mark.slow
+def test_the_docs_engine_samples_from_the_policy_and_repeats_itself(tmp_path):
+    """Before and after an update: the trainer finds its log-probs again."""
+    (code,) = re.findall(r"```python\n(# my_engine.py\n.*?)```", PAGE, re.DOTALL)
+    (node,) = re.findall(r"```yaml\n(rollout:\n.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my_engine.py").write_text(code)
+    engine = OmegaConf.create(node).rollout.engine
+    options = [f"rollout.engine={OmegaConf.to_container(engine)}", "num_steps=3", *NO_EVALUATION]
+    command = ["run", RECIPE, "--config", TINY, "batch_size=4", "grpo_samples=8", *options]
+    command += ["max_generated_tokens=24"]
+    for name in ("one", "two"):
+        done = tune(*command, f"output_dir={name}", "saving.every_n_steps=3", cwd=tmp_path)
+        assert "not reproducible" not in done.err
+    one, two = tmp_path / "one", tmp_path / "two"
+    for step in steps_of(one):
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4
+        assert step["grad_norm"] > 0 and 0 < step["completions/clipped_ratio"] < 1
+    assert untimed(one) == untimed(two) and completions(one) == completions(two)
+    assert "sampling_correction: token_truncate" in (one / "torchtune_config.yaml").read_text()
+    options = ["tools=[os.getcwd]", "sampling.top_k=3", "sampling.stop_strings=[x]"]
+    refused = tune(*command, *options, "output_dir=three", cwd=tmp_path, check=False)
+    for said in (
+        "Error: rollout.engine=my_engine.Transformers: samples responses of one turn",
+        "sampling.top_k=3: rollout.engine=my_engine.Transformers has no filters",
+        "sampling.stop_strings: this engine knows none",
+    ):
+        assert said in refused.err
+    assert refused.code and not list(tmp_path.glob("three/step*"))
+
+
 @pytest.mark.parametrize(
     ("node", "said"),
     [
-        ("nativ", "rollout.engine='nativ': give native, torchtune, vllm or a component"),
         ("my_engine.Absent", "rollout.engine._component_=my_engine.Absent: cannot be imported"),
         ("{_component_: my_engine.Uniform, len: 2}", "rollout.engine.len=2: .*It takes context, l"),
-        ("my_engine.silent", "rollout.engine=my_engine.silent: an engine has generate"),
+        ("my_engine.silent", "rollout.engine=my_engine.silent: not an engine; .*RolloutEngine"),
     ],
 )
-def test_what_is_no_engine_is_named(tmp_path, monkeypatch, node, said):
-    (tmp_path / "my_engine.py").write_text(ENGINE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_engine", raising=False)
-    with pytest.raises(ValueError, match=said):
-        settings = read_config(load_config("tiny_arithmetic_grpo", [f"rollout.engine={node}"]))
-        make_engine(EngineContext(build_policy(), settings.rollout, torch.device("cpu")))
+def test_what_is_no_engine_is_named(own, node, said):
+    with pytest.raises(ConfigError, match=said):
+        check_engine(read_config(load_config(TINY, [f"rollout.engine={node}"])))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("rollout.engine=torchtune tools=[my.f]", "^rollout.engine=torchtune: samples .*one turn"),
+        (
+            "rollout.engine=my_engine.Uniform sampling.min_p=0.1",
+            "^sampling.min_p=0.1: .*no filters",
+        ),
+        ("rollout.engine=my_engine.Uniform evaluation.sampling.top_k=2", "^evaluation.sampling.t"),
+        ("rollout.engine=my_engine.Short temperature=0.5", "^temperature: this engine samples un"),
+    ],
+)
+def test_what_an_engine_has_not_declared_is_refused(own, options, said):
+    length = [] if "torchtune" in options else ["rollout.engine.length=9"]
+    with pytest.raises(ConfigError, match=said):
+        check_engine(read_config(load_config(TINY, [*options.split(), *length])))
+
+
+def test_an_engine_that_stands_in_for_the_native_one_is_given_no_turns_either():
+    """As torchtune's does for a model that the native one does not recognise."""
+    engine = TorchtuneEngine(EngineContext(build_policy(), RolloutConfig(), torch.device("cpu")))
+    nothing = dict(tokenizer=None, group_size=1, params=None, prefill="", seed=0, step=0)
+    with pytest.raises(ValueError, match="rollout.engine: TorchtuneEngine .*one turn.* to native"):
+        sample_groups(engine, None, environment=object(), **nothing)
+
+
+@pytest.mark.parametrize("chosen", ["my_engine.Short", "vllm", "my_engine.MyVLLM"])
+def test_what_an_engine_wants_holds_for_everybodys(own, chosen):
+    limit = "length" if chosen == "my_engine.Short" else "max_model_len"
+    wanted = "sequence_mask" if limit == "length" else "token_truncate"
+    named = [f"rollout.engine={chosen}", f"rollout.engine.{limit}=64"]
+    cfg = settings_of(*named, "objective.correction_cap=3")
+    assert cfg.objective.sampling_correction == wanted
+    for said in (None, "token_mask"):
+        correction = f"objective.sampling_correction={'null' if said is None else said}"
+        assert settings_of(*named, correction).objective.sampling_correction == said
+    assert settings_of().objective.sampling_correction is None
+    with pytest.raises(ValueError, match="most 64 tokens of .* dataset .* 78; raise the engine"):
+        check_prompts(cfg, "dataset", [[1] * 30], model=build_policy())
+
+
+def test_a_correction_that_an_engine_wants_has_an_effect(own, caplog):
+    """So the keys that go with it are not reported as without one."""
+    settings_of("rollout.engine=my_engine.MyVLLM", "objective.correction_cap=3")
+    assert "correction_cap" not in caplog.text
+
+
+@pytest.mark.parametrize("before", ["null", "native", "{_component_: native}", "{}"])
+def test_an_engines_arguments_can_be_set_whatever_the_config_says(before, tmp_path):
+    written = "" if before == "null" else f"rollout: {{engine: {before}}}"
+    (tmp_path / "my.yaml").write_text(f"base_config: {TINY}\n{written}")
+    options = ["rollout.engine.cuda_graphs=never", "rollout.max_rows=3"]
+    cfg = load_config(str(tmp_path / "my.yaml"), options)
+    rollout = read_config(cfg).rollout
+    engine = make_engine(EngineContext(build_policy(), rollout, torch.device("cpu")))
+    assert type(engine).__name__ == "NativeEngine" and engine._settings.max_rows == 3
+    assert rollout.engine.cuda_graphs == "never"
+    assert read_config(cfg).replace().rollout == rollout  # read again, it is the same
+
+
+def test_another_engine_keeps_the_arguments_that_it_takes(tmp_path, caplog):
+    """On the command line; in a file on top of another it keeps none, as everywhere."""
+    node = "{_component_: native, cuda_graphs: never, merge_adapters: never}"
+    (tmp_path / "base.yaml").write_text(f"base_config: {TINY}\nrollout: {{engine: {node}}}")
+    cfg = load_config(str(tmp_path / "base.yaml"), ["rollout.engine=vllm"])
+    assert cfg.rollout.engine == {"_component_": "vllm", "merge_adapters": "never"}
+    assert "rollout.engine=vllm: does not take cuda_graphs" in caplog.text
+    top = "rollout: {engine: {_component_: vllm, max_model_len: 9}}"
+    (tmp_path / "top.yaml").write_text(f"base_config: base.yaml\n{top}")
+    found = load_config(str(tmp_path / "top.yaml")).rollout.engine
+    assert found == {"_component_": "vllm", "max_model_len": 9}
+
+
+@pytest.mark.slow
+def test_a_folder_of_version_0_2_is_evaluated_and_resumed(tmp_path):
+    """What has moved is named in one line; an engine's name or node is read as it is."""
+    options = ["batch_size=2", "grpo_samples=4", "saving.every_n_steps=1", *NO_EVALUATION]
+    command = ["run", RECIPE, "--config", TINY, "output_dir=out", *options]
+    tune(*command, "num_steps=1", cwd=tmp_path)
+    saved = tmp_path / "out" / "torchtune_config.yaml"
+    old = OmegaConf.load(saved)
+    old.rollout = {"engine": "native", "merge_adapters": "never", "cuda_graphs": "never"}
+    OmegaConf.save(old, saved)
+    evaluate = ["-m", "torchtune_grpo", "evaluate", "out", "eval_dataset.num_samples=2"]
+    evaluate += ["eval_dataset.split=test", "--samples", "0"]
+    refused = run(*evaluate, cwd=tmp_path, check=False)
+    for name in ("merge_adapters", "cuda_graphs"):
+        assert f"rollout.{name}=never: unknown config key. Did you mean rollout.engine.{name}?" in (
+            refused.err
+        )
+    moved = [
+        f"{how}.{name}{value}"
+        for name in ("merge_adapters", "cuda_graphs")
+        for how, value in (("~rollout", ""), ("rollout.engine", "=never"))
+    ]
+    assert "after" in run(*evaluate, *moved, cwd=tmp_path).out
+    resumed = ["run", RECIPE, "--config", str(saved), *moved, "num_steps=2"]
+    tune(*resumed, "resume_from_checkpoint=True", cwd=tmp_path)
+    assert distance(weights(tmp_path / "out/step_000001"), weights(tmp_path / "out/step_000002"))

@@ -17,7 +17,7 @@ from trl import GRPOConfig as TRLConfig
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import key_paths, parameters, read_config
 from torchtune_grpo.config.command_line import config_files, load_config
-from torchtune_grpo.config.keys import GRPOConfig, without_effect
+from torchtune_grpo.config.keys import ENGINES, GRPOConfig, without_effect
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.data.samplers import make_sampler
@@ -88,7 +88,15 @@ BAD = [
     ("model.lora_attn_modules=[q_prj]", "model.lora_attn_modules=['q_prj']", "'q_proj'"),
     (f"~model model._component_={NO_ARGUMENTS} model.rank=1", "model.rank=1", "takes none"),
     ("metric_logger.log_di=1", "metric_logger.log_di=1", "Did you mean metric_logger.log_dir?"),
-    ("tools=[my.f] rollout.engine=torchtune", "rollout.engine=torchtune", "set it to native"),
+    ("rollout.engine=nativ", "rollout.engine._component_=nativ: not a", "Did you mean native?"),
+    ("rollout.engine.cuda_graph=never", "graph=never", "mean rollout.engine.cuda_graphs?"),
+    ("rollout.engine.cuda_graphs=on", "rollout.engine.cuda_graphs=True", "'auto' or 'never'"),
+    (
+        "rollout.engine=vllm rollout.engine.cuda_graphs=never",
+        "cuda_graphs=never",
+        "It takes contex",
+    ),
+    ("rollout.cuda_graphs=never", "unknown config key", "Did you mean rollout.engine.cuda_graphs?"),
     ("environment.form=inline", "environment.form=inline", "set sampling.stop_strings"),
     ("environment.max_response_tokens=9", "max_response_tokens=9", "give at least that"),
     ("sampling.forced_answer.text=x", "forced_answer.text=x: unknown config key", "lists the keys"),
@@ -322,6 +330,7 @@ def test_names_of_other_libraries_lead_to_keys_that_there_are(tmp_path):
     """All are printed; no name of ours is among them, and none is there twice."""
     page = run("-m", "torchtune_grpo", "config", "--coming-from", cwd=tmp_path).out
     ours = known_keys() | {"rewards.weight"}
+    ours |= {f"rollout.engine.{name}" for name in parameters(f"{ENGINES}.native")}
     assert {*map(key_of, aliases.KEYS)} <= ours
     names = [*chain(*aliases.KEYS.values(), *aliases.NO_KEY.values())]
     assert len({*names}) == len(names) and all(f"`{name}`" in page for name in names)

@@ -160,7 +160,7 @@ def request_of(prompts: list[list[int]], *, stops: Sequence[int] = (), **params)
 @torch.no_grad()
 def sample_groups(kind: str, *, graphs: StepGraphs | None = None, merge: str = "auto", **params):
     """Two turns of rows, and steps between; returns the operations of the last step."""
-    engine = NativeEngine(EngineContext(policy(kind), RolloutConfig(merge_adapters=merge), CUDA))
+    engine = NativeEngine(EngineContext(policy(kind), RolloutConfig(), CUDA), merge_adapters=merge)
     request = request_of([[1] * length for length in (5, 2, 9)], stops=[3, 4], **params)
     with fake_cuda(), engine.current_weights() as (decoder, cache):
         size = CacheSize.of(request, max_rows=8)

@@ -32,7 +32,6 @@ from torchtune_grpo.rollout.graphs import Buffers
 from torchtune_grpo.rollout.native import NativeEngine
 from torchtune_grpo.rollout.request import RolloutRequest, StopStrings
 from torchtune_grpo.rollout.sampling import Sampler, uniforms
-from torchtune_grpo.rollout.torchtune import TorchtuneEngine
 from torchtune_grpo.trajectory import Samples
 
 STOPS = (7, 11, 30, 44, 52)
@@ -235,9 +234,3 @@ def test_slots_of_rows_that_pause_are_in_the_memory_budget():
     # Four prompts (all three) and four rows, with one for padding, of 64 tokens each.
     assert held == 2 * 2 * 2 * 8 * 4 * (3 * 64 + 5 * 64) < bound
     assert engine.cache_bytes(asked, rows=2) < bound
-
-
-def test_torchtunes_engine_refuses_turns():
-    model, asked, *_ = case("plain")
-    with pytest.raises(ValueError, match="rollout.engine=torchtune.* to native"):
-        TorchtuneEngine(context(model)).generate(with_turns(asked, Scripted()))

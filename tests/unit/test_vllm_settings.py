@@ -13,13 +13,13 @@ from policies import build_policy
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import VLLM, RolloutConfig, SamplingParams
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.models import hf_model, lora_hf_model
 from torchtune_grpo.rollout import vllm
+from torchtune_grpo.rollout.engine import check_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 from torchtune_grpo.run import Run
-from torchtune_grpo.training.checks import check_prompts
 
 
 def config(*options):
@@ -34,7 +34,7 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("sampling.top_k=5", "sampling.top_k=5: rollout.engine=vllm cannot give log-probs"),
+        ("sampling.top_k=5", "sampling.top_k=5: rollout.engine=vllm has no filters and penalties"),
         ("sampling.repetition_penalty=1.1", "sampling.repetition_penalty=1.1: "),
         ("sampling.suppressed_tokens=[3]", "sampling.suppressed_tokens=(3,): "),
         ("evaluation.sampling.top_p=0.9", "evaluation.sampling.top_p=0.9: "),
@@ -44,21 +44,21 @@ def installed(monkeypatch):
 )
 def test_each_key_that_it_cannot_follow_is_named(installed, option, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        vllm.VLLMEngine.check(config(option))
+        check_engine(config(option))
 
 
 def test_a_model_that_it_would_compute_otherwise_is_refused(installed, tmp_path):
     folder = hf_folder("qwen3_untied", tmp_path)
     with pytest.raises(ConfigError, match="says attention_bias=True: .*set rollout.engine to nat"):
-        vllm.VLLMEngine.check(config(f"model_dir={folder}"))
+        check_engine(config(f"model_dir={folder}"))
 
 
 def test_what_changes_nothing_is_taken_and_another_version_is_told(installed, monkeypatch, caplog):
     options = ["sampling.top_p=1.0", "evaluation.sampling.min_p=0", "sampling.stop_strings=[x]"]
-    vllm.VLLMEngine.check(config(*options))
+    check_engine(config(*options))
     assert not caplog.text
     monkeypatch.setattr(vllm, "_version", lambda: "0.34.0")
-    vllm.VLLMEngine.check(config())
+    check_engine(config())
     assert "tested with vLLM 0.32, not 0.34.0" in caplog.text
 
 
@@ -71,18 +71,6 @@ def test_a_missing_vllm_is_one_line_before_a_model_is_made(monkeypatch, tmp_path
     with pytest.raises(ConfigError, match="not installed; pip install 'vllm"):
         run.prepare_model()
     assert not (tmp_path / "out").exists()
-
-
-def test_the_gap_is_corrected_unless_the_config_says_otherwise():
-    assert config().objective.sampling_correction == "token_truncate"
-    node = [f"rollout.engine={{_component_: {VLLM}, max_model_len: 64}}"]
-    own = read_config(load_config("tiny_arithmetic_grpo", node))
-    assert own.objective.sampling_correction == "token_truncate"
-    assert config("objective.sampling_correction=null").objective.sampling_correction is None
-    other = read_config(load_config("tiny_arithmetic_grpo", []))
-    assert other.objective.sampling_correction is None
-    with pytest.raises(ValueError, match="max_model_len=64: .* of dataset .* 78 tokens"):
-        check_prompts(own, "dataset", [[1] * 30], model=build_policy())
 
 
 def test_keys_and_values_fill_the_room_at_most_and_hold_one_row():
@@ -162,8 +150,8 @@ def test_it_sleeps_between_rollouts_on_cuda(merge, level, tmp_path, monkeypatch)
     """Where the weights themselves come only once, sleep has to keep them."""
     folder = str(hf_folder("llama3", tmp_path / "model"))
     model = lora_hf_model(folder, lora_attn_modules=["q_proj"], lora_rank=2, lora_alpha=4)
-    settings = RolloutConfig(merge_adapters=merge)
-    engine = vllm.VLLMEngine(EngineContext(model, settings, torch.device("cpu"), model_dir=folder))
+    context = EngineContext(model, RolloutConfig(), torch.device("cpu"), model_dir=folder)
+    engine = vllm.VLLMEngine(context, merge_adapters=merge)
     notes = []
     engine._sleeps, engine._llm, engine._vocab = True, SleepingLLM(notes), 48
     monkeypatch.setattr(engine, "_bring_weights", lambda: notes.append("weights"))

@@ -20,7 +20,7 @@ from torchtune import utils
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config import aliases
-from torchtune_grpo.config.keys import GRPOConfig, Keys, SamplingParams, without_effect
+from torchtune_grpo.config.keys import ENGINES, GRPOConfig, Keys, SamplingParams, without_effect
 from torchtune_grpo.config.text import ConfigError, map_values, noted, shortened, suggest
 
 log = utils.get_logger("INFO")
@@ -205,12 +205,13 @@ def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) 
     the keys that stand beside its arguments, to suggest.
     """
     dotpath = node._component_
+    shown = dotpath.removeprefix(f"{ENGINES}.")
     try:
         component = _get_component_from_path(dotpath)
     except Exception as error:
-        why = f"cannot be imported: {error}" if "." in dotpath else "not a dotpath."
-        hint = component_hint(name, dotpath)
-        raise ConfigError(f"{name}._component_={dotpath}: {why}{hint}") from error
+        why = f"cannot be imported: {error}" if "." in shown else "not a dotpath."
+        hint = component_hint(name, dotpath).replace(f"{ENGINES}.", "")
+        raise ConfigError(f"{name}._component_={shown}: {why}{hint}") from error
     if not callable(component):
         raise ConfigError(f"{name}._component_={dotpath}: not a class or function.")
     accepted = parameters(dotpath)
@@ -222,6 +223,7 @@ def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) 
 _HOMES = (
     *(f"torchtune_grpo.{name}" for name in ("models", "models.tiny", "models.smollm2")),
     *(f"torchtune_grpo.{name}" for name in ("data", "rewards", "loss")),
+    ENGINES,
     *("torchtune.training", "torchtune.training.lr_schedulers", "torchtune_grpo.monitor.loggers"),
     *("torchtune.training.metric_logging", "torch.optim", "torchao.optim"),
 )

@@ -108,14 +108,21 @@ def _read(name: str, *, folder: Path, above: tuple[Path, ...] = ()) -> DictConfi
 
 def _on_top_of(base: DictConfig, cfg: DictConfig) -> DictConfig:
     """Merge ``cfg`` into ``base``; a node with another component drops the base's arguments."""
+    _drop_replaced(base, cfg)
+    merged = OmegaConf.merge(base, cfg)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _drop_replaced(base: DictConfig, cfg: DictConfig) -> None:
+    """Remove nodes from ``base`` that have another component in ``cfg``."""
     for name, node in cfg.items_ex(resolve=False):
         there = base._get_node(name)
         if isinstance(node, DictConfig) and isinstance(there, DictConfig):
             if node.get("_component_", there.get("_component_")) != there.get("_component_"):
                 del base[name]
-    merged = OmegaConf.merge(base, cfg)
-    assert isinstance(merged, DictConfig)
-    return merged
+            else:
+                _drop_replaced(there, node)
 
 
 def apply_override(cfg: DictConfig, override: str) -> None:
@@ -146,10 +153,11 @@ def set_key(cfg: DictConfig, key: str, value: Any) -> None:
     The new one keeps those of the old one's arguments that it takes, and a reward or an environment
     all of them; a mapping with another ``_component_`` keeps none.
     """
-    if isinstance(cfg.get("environment"), str):  # keys of its own are set beside it
-        cfg.environment = {"_component_": cfg.environment}
     if key == "environment" and isinstance(value, str):
         key = "environment._component_"
+    for node in ("environment", "rollout.engine"):  # keys below a name are set beside it
+        if key.startswith(f"{node}.") and isinstance(named := OmegaConf.select(cfg, node), str):
+            OmegaConf.update(cfg, node, {"_component_": named})
     name = key.removesuffix("._component_")
     now = OmegaConf.select(cfg, name, throw_on_missing=False)
     before = now.get("_component_") if isinstance(now, DictConfig) else None
@@ -166,9 +174,12 @@ def set_key(cfg: DictConfig, key: str, value: Any) -> None:
 
 def _drop_arguments(node: DictConfig, change: str) -> None:
     """Drop, with a warning, the arguments that a node's new component does not take."""
-    from torchtune_grpo.config.check import parameters  # `tune ls` does without pydantic
+    # `tune ls` does without pydantic
+    from torchtune_grpo.config.check import parameters
+    from torchtune_grpo.config.keys import ENGINES
 
-    accepted = parameters(node._component_)
+    name = node._component_
+    accepted = parameters(name if "." in name else f"{ENGINES}.{name}")
     if not accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         return
     dropped = sorted(node.keys() - accepted.keys() - {"_component_"})

@@ -24,7 +24,7 @@ SETTINGS = ConfigDict(
 )
 LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT32 = 3.4028234e38
-VLLM = "torchtune_grpo.rollout.vllm.VLLMEngine"
+ENGINES = "torchtune_grpo.rollout.engine"  # the module with the engines that have short names
 TEACHER = "torchtune_grpo.training.Teacher"
 
 
@@ -45,15 +45,12 @@ def _component(value: Any) -> Any:
 
 
 def _engine(value: Any) -> Any:
-    if value == "vllm":
-        value = VLLM
-    if isinstance(value, str) and "." not in value:
-        if value not in ("native", "torchtune"):
-            raise ValueError(
-                "give native, torchtune, vllm or a component, such as my_engine.Engine"
-            )
-        return value
-    return _component(value)
+    """Read an engine's node, which may be a name alone, or arguments of the default engine."""
+    node = value if isinstance(value, Mapping) else {"_component_": value}
+    name = node.get("_component_", RolloutConfig.model_fields["engine"].default)
+    if isinstance(name, str) and name and "." not in name:
+        name = f"{ENGINES}.{name}"
+    return _component({**node, "_component_": name})
 
 
 def _teacher(value: Any) -> Any:
@@ -83,7 +80,7 @@ TokenIds = Annotated[tuple[Count, ...], Field(strict=False)]
 Device = Annotated[str, AfterValidator(_device)]
 Component = Annotated[DictConfig, BeforeValidator(_component)]
 TeacherNode = Annotated[DictConfig, BeforeValidator(_teacher)]
-Engine = Annotated[Literal["native", "torchtune"] | DictConfig, BeforeValidator(_engine)]
+Engine = Annotated[DictConfig, BeforeValidator(_engine)]
 
 Advantage = Literal["group", "batch", "none", "leave_one_out", "max_rl"]
 RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
@@ -155,14 +152,10 @@ class SamplingParams(SamplingConfig):
 class RolloutConfig(Keys):
     """The generation engine, its memory and its deadline."""
 
-    engine: Engine = "native"
+    engine: Engine = Field(default="native", validate_default=True)
     """Generation engine: native, torchtune, vllm, or a component of your own (docs/rollout.md)."""
     max_rows: PositiveInt | None = None
     """Maximum number of responses generated at once; null = as many as memory allows."""
-    merge_adapters: Literal["auto", "always", "never"] = "auto"
-    """Merge LoRA into copied weights for rollouts (DoRA always is); auto = if exact and it fits."""
-    cuda_graphs: Literal["auto", "never"] = "auto"
-    """Record decoding steps and replay them, which saves kernel launches; auto = on CUDA."""
     deadline: PositiveFloat | None = None
     """Seconds after which a rollout cuts off unfinished responses; null = no deadline."""
 
@@ -195,7 +188,8 @@ class ObjectiveConfig(Keys):
     """Do not train on responses without a stop token (their rewards still count)."""
     sampling_correction: Correction | None = None
     """Correction of the gap between sampler and trainer: importance weights, or the sampler's own
-    log-probs in the loss's ratio; null = none. With vLLM the default is token_truncate."""
+    log-probs in the loss's ratio; null = none. The default is what the engine wants, which is
+    token_truncate for vLLM."""
     correction_cap: Float = Field(default=2.0, gt=1)
     """Largest importance weight."""
     teacher: TeacherNode | None = None
@@ -392,19 +386,6 @@ class GRPOConfig(Keys):
     profiler: Component | None = None
     """Component: torchtune.training.setup_torch_profiler."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _correct_vllm(cls, values: Any) -> Any:
-        """Correct for the gap between vLLM and the trainer, unless the config says otherwise."""
-        rollout, objective = values.get("rollout"), values.get("objective", {})
-        if isinstance(rollout, Mapping) and isinstance(objective, Mapping):
-            engine = rollout.get("engine")
-            name = engine.get("_component_") if isinstance(engine, Mapping) else engine
-            if name in ("vllm", VLLM):
-                default = {"sampling_correction": "token_truncate"}
-                return {**values, "objective": {**default, **objective}}
-        return values
-
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         if problems := list(contradictions(self)):
@@ -457,8 +438,6 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
         yield f"num_minibatches={parts}: does not divide batch_size={prompts}; give a divisor."
     if (lr := cfg.optimizer.get("lr")) == 0:
         yield f"optimizer.lr={lr}: no weight would ever change; set it above 0."
-    if cfg.has_environment and cfg.rollout.engine == "torchtune":
-        yield "rollout.engine=torchtune: samples responses of one turn only; set it to native."
     if cfg.environment.form == "inline" and not cfg.sampling.stop_strings:
         yield (
             "environment.form=inline: a stop string ends the policy's turn; set "

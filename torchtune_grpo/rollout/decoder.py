@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -165,10 +164,12 @@ class NativeDecoder:
         for rotation in self._rotations.values():
             yield from rotation.tensors()
         yield self._embed.weight
-        layers = (layer.module.modules() for layer in self._layers)
-        for module in chain(self._norm.modules(), *layers):
-            if "Norm" in type(module).__name__:
-                yield from module.parameters(recurse=False)
+        yield from self._norm.parameters()
+        for layer in (each.module for each in self._layers):
+            between = (layer.sa_norm, layer.sa_scale, layer.mlp_norm, layer.mlp_scale)
+            for module in (*between, layer.attn.q_norm, layer.attn.k_norm):
+                if module is not None:
+                    yield from module.parameters()
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache

@@ -1,55 +1,95 @@
-"""The choice of the engine that generates responses."""
+"""The choice of the engine that generates responses, and what it can do, before it is made."""
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from contextlib import suppress
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torchtune import utils
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.check import instantiate, parameters
-from torchtune_grpo.config.keys import GRPOConfig, RolloutConfig
+from torchtune_grpo.config.check import instantiate
+from torchtune_grpo.config.keys import ENGINES, GRPOConfig, RolloutConfig
+from torchtune_grpo.config.text import ConfigError, noted
 from torchtune_grpo.rollout.decoder import unsupported_reason
 from torchtune_grpo.rollout.native import NativeEngine
-from torchtune_grpo.rollout.request import EngineContext, RolloutEngine
+from torchtune_grpo.rollout.request import ONE_TURN, Capabilities, EngineContext, RolloutEngine
+from torchtune_grpo.rollout.sampling import filters_in
 from torchtune_grpo.rollout.torchtune import TorchtuneEngine
+from torchtune_grpo.rollout.vllm import VLLMEngine
 
 log = utils.get_logger("INFO")
+
+# The shipped engines: ``rollout.engine: native`` names this module's ``native``.
+native = NativeEngine
+torchtune = TorchtuneEngine
+vllm = VLLMEngine
+
+
+def engine_class(settings: RolloutConfig) -> type[RolloutEngine]:
+    """Return the class of the config's engine; raises a ConfigError if it names none."""
+    try:
+        found = _get_component_from_path(settings.engine._component_)
+    except Exception as error:
+        raise ConfigError(f"{_key(settings)}: cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, RolloutEngine)):
+        raise ConfigError(
+            f"{_key(settings)}: not an engine; give a class that is derived from "
+            "torchtune_grpo.rollout.RolloutEngine (docs/extending.md#an-engine)."
+        )
+    return found
+
+
+def capabilities_of(settings: RolloutConfig) -> Capabilities:
+    """Return what the config's engine can do with the arguments that the config gives it."""
+    arguments = {key: value for key, value in settings.engine.items() if key != "_component_"}
+    return engine_class(settings).capabilities(**arguments)
+
+
+def add_wishes(cfg: DictConfig) -> None:
+    """Let the engine choose ``objective.sampling_correction``, if the config leaves it open."""
+    with suppress(ValueError, OmegaConfBaseException):  # mistakes are told by ``read_config``
+        rollout = OmegaConf.to_container(cfg, resolve=True).get("rollout") or {}
+        correction = capabilities_of(RolloutConfig(**rollout)).correction
+        if correction and "sampling_correction" not in (cfg.get("objective") or {}):
+            OmegaConf.update(cfg, "objective.sampling_correction", correction, force_add=True)
+
+
+def check_engine(cfg: GRPOConfig) -> None:
+    """Raise a ConfigError with all in a config that its engine cannot do."""
+    engine, can = engine_class(cfg.rollout), capabilities_of(cfg.rollout)
+    problems: list[str] = []
+    if cfg.has_environment and not can.turns:
+        problems.append(f"{_key(cfg.rollout)}: {ONE_TURN}")
+    changes = {"sampling": dict(cfg.sampling), "evaluation.sampling": cfg.evaluation.sampling}
+    for section, values in changes.items() if not can.filters else ():
+        problems += [
+            f"{section}.{name}={value}: {_key(cfg.rollout)} has no filters and penalties; remove "
+            "it, or set rollout.engine to native."
+            for name, value in filters_in(values).items()
+        ]
+    with noted(problems):
+        engine.check(cfg)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _key(settings: RolloutConfig) -> str:
+    return f"rollout.engine={settings.engine._component_.removeprefix(f'{ENGINES}.')}"
 
 
 def make_engine(context: EngineContext) -> RolloutEngine:
     """Make the config's engine, or torchtune's for a model that the native one cannot run."""
-    chosen = context.settings.engine
-    if chosen == "native":
-        reason = unsupported_reason(context.model)
-        if reason is None:
-            return NativeEngine(context)
+    settings = context.settings
+    chosen, reason = engine_class(settings), unsupported_reason(context.model)
+    if chosen is NativeEngine and reason is not None:
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
-    if isinstance(chosen, str):
         return TorchtuneEngine(context)
-    engine = instantiate("rollout.engine", chosen, context)
-    if not isinstance(engine, RolloutEngine):
-        raise ValueError(
-            f"rollout.engine={chosen._component_}: an engine has generate(request) and "
-            "is_reproducible; see docs/rollout.md."
-        )
-    if not engine.is_reproducible:
+    if not capabilities_of(settings).reproducible:
         log.warning(
-            f"rollout.engine={chosen._component_}: its samples are not reproducible, so a resumed "
-            "or repeated run will differ."
+            f"{_key(settings)}: its samples are not reproducible, so a resumed or repeated run "
+            "will differ."
         )
+    engine: RolloutEngine = instantiate("rollout.engine", settings.engine, context)
     return engine
-
-
-def check_engine(cfg: GRPOConfig) -> None:
-    """Let the config's engine raise a ConfigError with what it cannot do of the config."""
-    node = cfg.rollout.engine
-    if isinstance(node, DictConfig):
-        getattr(_get_component_from_path(node._component_), "check", lambda cfg: None)(cfg)
-
-
-def longest_row(settings: RolloutConfig) -> int | None:
-    """Return the most tokens of a prompt with its response; None = as many as the model takes."""
-    if not isinstance(settings.engine, DictConfig):
-        return None
-    argument = (parameters(settings.engine._component_) or {}).get("max_model_len")
-    return None if argument is None else settings.engine.get("max_model_len", argument.default)

@@ -93,8 +93,9 @@ class StepGraphs:
             self._fails = True
             self._drop()
             log.warning(
-                f"rollout.cuda_graphs=auto: could not record a decoding step ({error}); decoding "
-                "goes on without graphs, which is slower. Set it to never to avoid the attempt."
+                f"rollout.engine.cuda_graphs=auto: could not record a decoding step ({error}); "
+                "decoding goes on without graphs, which is slower. Set it to never to avoid the "
+                "attempt."
             )
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -18,36 +19,56 @@ from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import CacheSize, GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder, unsupported_reason
 from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs
-from torchtune_grpo.rollout.request import EngineContext, RolloutRequest, must_stop
+from torchtune_grpo.rollout.request import (
+    Capabilities,
+    EngineContext,
+    RolloutEngine,
+    RolloutRequest,
+    must_stop,
+)
 from torchtune_grpo.trajectory import Samples
 
 log = utils.get_logger("INFO")
+
+Merge = Literal["auto", "always", "never"]
 
 SHARE_OF_THE_REST = 0.85  # of what an update leaves; the allocator cannot use all of it
 MEMORY_SHARE = 0.4  # share of free memory for a rollout; the update's activations need the rest
 
 
-class NativeEngine:
-    """The fast engine, for models that ``unsupported_reason`` accepts; gathers sharded ones."""
+class NativeEngine(RolloutEngine):
+    """The fast engine, for models that ``unsupported_reason`` accepts; gathers sharded ones.
 
-    takes_turns = True
+    ``merge_adapters`` adds LoRA to copied weights (DoRA always is); auto = if that is exact and
+    fits. ``cuda_graphs`` records decoding steps and replays them, which saves kernel launches.
+    """
 
-    def __init__(self, context: EngineContext) -> None:
+    def __init__(
+        self,
+        context: EngineContext,
+        *,
+        merge_adapters: Merge = "auto",
+        cuda_graphs: Literal["auto", "never"] = "auto",
+    ) -> None:
         reason = unsupported_reason(context.model)
         if reason is not None:
             raise ValueError(f"rollout.engine=native: {reason}; set rollout.engine to torchtune.")
         self._model, self._settings = context.model, context.settings
         self._device, self._bytes_to_come = context.device, context.bytes_to_come
         self._update_bytes = context.update_bytes
-        self.is_reproducible = context.settings.deadline is None
+        self._merge_adapters = merge_adapters
         self._graphs: StepGraphs | None = None
-        if self._settings.cuda_graphs == "auto" and self._device.type == "cuda":
+        if cuda_graphs == "auto" and self._device.type == "cuda":
             self._graphs = StepGraphs(CudaRecorder())
         self._buffers = Buffers(self._device)
         self._budget: int | None = None
         self._knows_update = False  # whether the budget is what an update leaves
         self._decoder: NativeDecoder | None = None
         self._cache: GroupCache | None = None
+
+    @classmethod
+    def capabilities(cls, **arguments: Any) -> Capabilities:
+        return Capabilities(turns=True, filters=True, reproducible=True)
 
     def rows_at_once(self, request: RolloutRequest) -> int:
         """Return the number of rows of a request that are sampled at once.
@@ -105,7 +126,7 @@ class NativeEngine:
 
     def _ready(self) -> tuple[NativeDecoder, GroupCache]:
         if self._decoder is None or self._cache is None:
-            merge, room = self._settings.merge_adapters, self._free() / 2
+            merge, room = self._merge_adapters, self._free() / 2
             self._decoder = _make_decoder(
                 self._model, merge_adapters=merge, device=self._device, room=room
             )
@@ -114,7 +135,7 @@ class NativeEngine:
 
 
 def _make_decoder(
-    model: TransformerDecoder, *, merge_adapters: str, device: torch.device, room: float
+    model: TransformerDecoder, *, merge_adapters: Merge, device: torch.device, room: float
 ) -> NativeDecoder:
     """Choose the dtype, and whether to merge adapters, by exactness and room for copies."""
     dtype = model.tok_embeddings.weight.dtype

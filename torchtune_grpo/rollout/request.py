@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from tqdm import tqdm
 
-from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.config.keys import Correction, GRPOConfig, RolloutConfig, SamplingParams
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.environments.conversations import Conversations, check_failures
 from torchtune_grpo.environments.environment import Environment
@@ -135,16 +136,41 @@ class EngineContext:
     model_dir: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do and what it wants; what it does not declare, it cannot do."""
+
+    turns: bool = False
+    """Whether it asks ``request.turns`` for a reply at the end of each turn."""
+    filters: bool = False
+    """Whether it follows the parameters that change a distribution, see ``filters_in``."""
+    reproducible: bool = False
+    """Whether samples depend on the request and the weights alone, if no deadline is set."""
+    longest_row: int | None = None
+    """The most tokens of a prompt with its response; None = as many as the model takes."""
+    correction: Correction | None = None
+    """The ``objective.sampling_correction`` that it wants where the config leaves that open."""
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Samples a group of responses for each prompt, one call for each round of a step.
 
-    ``is_reproducible`` says whether samples depend on the request and the weights alone. An engine
-    that asks ``request.turns`` has ``takes_turns = True``; others get none.
+    An engine is a class derived from this one, called with an ``EngineContext`` and the arguments
+    in the config's node. Only ``generate`` must be written.
     """
 
-    is_reproducible: bool
+    @classmethod
+    def capabilities(cls, **arguments: Any) -> Capabilities:
+        """Return what it can do with the config's arguments, before any weights are read."""
+        return Capabilities()
 
+    @classmethod
+    def check(cls, cfg: GRPOConfig) -> None:
+        """Raise a ConfigError with all in a config that it cannot do for reasons of its own."""
+        return None
+
+    @abstractmethod
     def generate(self, request: RolloutRequest) -> Samples:
         """Sample all rows of a request with the model's current weights.
 
@@ -152,18 +178,19 @@ class RolloutEngine(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class ForeignEngine(RolloutEngine, Protocol):
-    """An engine that samples from a copy of the policy, with memory or processes of its own."""
-
     def check_step(self, metrics: Mapping[str, float]) -> None:
         """Raise a ValueError if a step's metrics show that another policy has sampled."""
-        ...
+        return None
 
     def close(self) -> None:
-        """Give back all that it holds."""
-        ...
+        """Give back all that it holds, such as memory and processes of its own."""
+        return None
+
+
+ONE_TURN = (
+    "samples responses of one turn, and an environment or a tool needs several; set "
+    "rollout.engine to native."
+)
 
 
 def must_stop(deadline: float | None) -> Callable[[], bool]:
@@ -195,6 +222,8 @@ def sample_groups(
     whole conversation. Raises Interrupted on all ranks if the run is to end, and a ValueError if
     all conversations have failed.
     """
+    if environment is not None and not engine.capabilities().turns:
+        raise ValueError(f"rollout.engine: {type(engine).__name__} {ONE_TURN}")
     stop_tokens = tokenizer.stop_tokens
     decode = partial(decode_tokens, tokenizer)
     keys = row_keys(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,22 @@ from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.rollout.graphs import Buffers
 
 _BLOCK = 128  # vocabulary entries summed at once; only one block per row is searched entry by entry
+
+
+# The keys that change softmax(logits / temperature), each with the value that does not
+_NEUTRAL: dict[str, Any] = {
+    **{"top_k": None, "top_p": 1.0, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "min_new_tokens": 0, "suppressed_tokens": ()},
+}
+
+
+def filters_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling keys with which tokens are not drawn from softmax(logits / temperature).
+
+    ``values`` are a config's ``sampling``, changes to it, or a request's ``params``.
+    """
+    found = {name: values.get(name) for name in _NEUTRAL}
+    return {name: x for name, x in found.items() if x not in (None, _NEUTRAL[name])}
 
 
 def filter_logits(

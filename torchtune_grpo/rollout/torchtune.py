@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +12,18 @@ from torchtune.modules.common_utils import local_kv_cache
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.rollout.batch import Transcript
 from torchtune_grpo.rollout.graphs import Buffers
-from torchtune_grpo.rollout.request import EngineContext, Progress, RolloutRequest, must_stop
+from torchtune_grpo.rollout.request import (
+    Capabilities,
+    EngineContext,
+    Progress,
+    RolloutEngine,
+    RolloutRequest,
+    must_stop,
+)
 from torchtune_grpo.trajectory import Samples
 
 
-class TorchtuneEngine:
+class TorchtuneEngine(RolloutEngine):
     """Generation with the model's own forward: slower, but for any torchtune decoder.
 
     It samples one group at a time, or ``max_rows`` of its rows: the prompt is prefilled once into
@@ -29,15 +37,14 @@ class TorchtuneEngine:
                 "distributed.sharding=never."
             )
         self._model, self._settings = context.model, context.settings
-        self.is_reproducible = context.settings.deadline is None
+
+    @classmethod
+    def capabilities(cls, **arguments: Any) -> Capabilities:
+        return Capabilities(filters=True, reproducible=True)
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def generate(self, request: RolloutRequest) -> Samples:
-        if request.turns is not None:
-            raise ValueError(
-                "rollout.engine=torchtune: samples responses of one turn only; set it to native."
-            )
         stop = must_stop(self._settings.deadline)
         device = next(self._model.parameters()).device
         group, total = request.group_size, request.num_rows

@@ -38,25 +38,23 @@ from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.models.weights import parts_by_hf_name
 from torchtune_grpo.rollout.batch import REPORT_SECONDS
 from torchtune_grpo.rollout.linear import KINDS, whole_weight
+from torchtune_grpo.rollout.native import Merge
 from torchtune_grpo.rollout.request import (
+    Capabilities,
     EngineContext,
     Progress,
+    RolloutEngine,
     RolloutRequest,
     StopStrings,
     must_stop,
 )
+from torchtune_grpo.rollout.sampling import filters_in
 from torchtune_grpo.trajectory import Samples, length_mask
 
 log = utils.get_logger("INFO")
 
 TESTED = "0.32."
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures and refuses higher ones
-# Sampling keys, with the value that changes nothing. With others a token is drawn from another
-# distribution than softmax(logits / temperature), and vLLM reports no log-prob under that.
-REFUSED: dict[str, Any] = {
-    **{"top_k": None, "top_p": 1.0, "min_p": 0.0},
-    **{"repetition_penalty": 1.0, "min_new_tokens": 0, "suppressed_tokens": ()},
-}
 # What rounding explains of the log-probs' differences: the largest, and the mean.
 LARGEST_FLOAT32, MEAN_BF16 = 0.01, 0.1
 COMPARED = 64  # most tokens of each rollout that the trainer computes, too
@@ -72,12 +70,12 @@ _ENVIRONMENT = {
 }
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """Generation with vLLM, which starts with the first rollout.
 
     A prompt and its response have at most ``max_model_len`` tokens. Keys and values get at most
     ``memory_share`` of the memory that is then free, less what training and vLLM's copy of the
-    weights will take.
+    weights will take. With ``merge_adapters=never`` vLLM computes LoRA beside the weights.
     """
 
     def __init__(
@@ -86,6 +84,7 @@ class VLLMEngine:
         *,
         max_model_len: int = MAX_MODEL_LEN,
         memory_share: float = MEMORY_SHARE,
+        merge_adapters: Merge = "auto",
     ) -> None:
         self._context, self._model, self._memory_share = context, context.model, memory_share
         self._dtype = context.model.tok_embeddings.weight.dtype
@@ -101,7 +100,7 @@ class VLLMEngine:
         parts = parts_by_hf_name((n for n in places if n not in adapters), context.model_dir)
         self._sources = {theirs: [places[name] for name in ours] for theirs, ours in parts.items()}
         is_fused = any(len(sources) > 1 for sources in self._sources.values())
-        is_beside = adapters and context.settings.merge_adapters == "never" and not is_fused
+        is_beside = adapters and merge_adapters == "never" and not is_fused
         is_beside = is_beside and not model_settings(context.model)["use_dora"]
         # LoRA that vLLM computes beside the weights; others are merged
         self._beside = {name: places[name] for name in adapters} if is_beside else {}
@@ -111,11 +110,16 @@ class VLLMEngine:
         self._llm: Any = None
         self._vocab = 0  # ids below it are sampled
         self._end: Callable[[], Any] = lambda: None
-        self.is_reproducible = context.settings.deadline is None
 
-    @staticmethod
-    def check(cfg: GRPOConfig) -> None:
-        """Raise a ConfigError with all in a config that this engine cannot do."""
+    @classmethod
+    def capabilities(cls, *, max_model_len: int = MAX_MODEL_LEN, **arguments: Any) -> Capabilities:
+        # It has filters, but with them reports no log-prob of softmax(logits / temperature).
+        return Capabilities(
+            reproducible=True, longest_row=max_model_len, correction="token_truncate"
+        )
+
+    @classmethod
+    def check(cls, cfg: GRPOConfig) -> None:
         if problems := [*_problems(cfg)]:
             raise ConfigError(*problems)
 
@@ -174,9 +178,12 @@ class VLLMEngine:
             )
 
     def _refuse(self, request: RolloutRequest) -> None:
-        problems = list(_unlike_trainer(dict(request.params)))
-        if request.turns is not None:
-            problems.append("rollout.engine=vllm: samples responses of one turn only.")
+        params = dict(request.params)
+        problems = [
+            f"{name}={value}: rollout.engine=vllm has none; set rollout.engine to native."
+            for name, value in filters_in(params).items()
+        ]
+        problems += _temperature(params)
         if (most := longest(request)) > self._max_model_len:
             problems.append(
                 f"rollout.engine.max_model_len={self._max_model_len}: the longest prompt and its "
@@ -238,7 +245,7 @@ class VLLMEngine:
         if rank > LORA_RANKS[-1]:
             raise ValueError(
                 f"model.lora_rank={rank}: beside the weights vLLM takes {LORA_RANKS[-1]} at most; "
-                "set rollout.merge_adapters to auto."
+                "set rollout.engine.merge_adapters to auto."
             )
         fits = next(n for n in LORA_RANKS if n >= rank)
         return {"enable_lora": True, "max_lora_rank": fits, "max_loras": 1, "max_cpu_loras": 1}
@@ -407,9 +414,8 @@ def _problems(cfg: GRPOConfig) -> Iterator[str]:
         )
     elif not version.startswith(TESTED):
         log.warning(f"rollout.engine=vllm: this is tested with vLLM 0.32, not {version}.")
-    yield from _unlike_trainer({"temperature": cfg.temperature})
-    yield from _unlike_trainer(dict(cfg.sampling), "sampling.")
-    yield from _unlike_trainer(cfg.evaluation.sampling, "evaluation.sampling.")
+    yield from _temperature({"temperature": cfg.temperature})
+    yield from _temperature(cfg.evaluation.sampling, "evaluation.sampling.")
     if Path(folder := cfg.checkpointer.checkpoint_dir, "config.json").is_file():
         hf = read_config(folder)
         if hf.model_type == "qwen3" and hf.attention_bias:
@@ -417,11 +423,6 @@ def _problems(cfg: GRPOConfig) -> Iterator[str]:
                 f"model_dir={folder}: config.json says attention_bias=True: vLLM leaves a part of "
                 "such a Qwen3's biases out; set rollout.engine to native."
             )
-    if cfg.has_environment:
-        yield (
-            "rollout.engine=vllm: samples responses of one turn only, and an environment needs "
-            "more; set it to native."
-        )
     if dropout := cfg.model.get("lora_dropout"):
         yield (
             f"model.lora_dropout={dropout}: hides whether vLLM's log-probs are the trainer's; "
@@ -436,14 +437,8 @@ def _version() -> str | None:
     return None
 
 
-def _unlike_trainer(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield a sentence for each value with which vLLM's log-probs are not the trainer's."""
-    for name, neutral in REFUSED.items():
-        if values.get(name) not in (neutral, None):
-            yield (
-                f"{prefix}{name}={values[name]}: rollout.engine=vllm cannot give log-probs without "
-                "it; remove it, or set rollout.engine to native."
-            )
+def _temperature(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield a sentence about a temperature with which vLLM's log-probs are not the trainer's."""
     temperature = values.get("temperature") or 1.0
     if not COOLEST <= temperature <= HOTTEST:
         yield (
@@ -462,6 +457,8 @@ def _contained() -> Iterator[None]:
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
+        now = dict(os.environ)
+        for name in now.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update({k: v for k, v in environment.items() if now.get(k) != v})
         torch.set_num_threads = set_num_threads

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchtune import utils
+from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.check import instantiate
@@ -22,7 +23,7 @@ from torchtune_grpo.data.dataset import Item, PromptData
 from torchtune_grpo.models.adapter import adapter_files, check_adapter
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.models.weights import hf_config_of
-from torchtune_grpo.rollout.engine import longest_row
+from torchtune_grpo.rollout.engine import capabilities_of
 from torchtune_grpo.training.optimizer import make_lr_scheduler
 from torchtune_grpo.training.policy import empty_model
 from torchtune_grpo.training.teacher import Teacher
@@ -87,7 +88,7 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
             f"model._component_={component}: makes a {type(model).__name__}; only text models "
             "(torchtune's TransformerDecoder) can be trained."
         )
-    if any(type(module).__name__ == "Gemma2Attention" for module in model.modules()):
+    if any(isinstance(module, Gemma2Attention) for module in model.modules()):
         raise ValueError(
             f"model._component_={component}: torchtune 0.6.1 computes another model than Gemma 2's "
             "weights are for (the norms around its feed-forward are swapped, and logits are capped "
@@ -190,11 +191,12 @@ def check_prompts(
             f"{limited}={response}: with the longest prompt of {key}, {longest} tokens, "
             f"it exceeds the model's context of {context}; lower it, or {shorter}."
         )
-    most = longest_row(cfg.rollout)
+    most = capabilities_of(cfg.rollout).longest_row
     if most is not None and longest + response > most:
         raise ValueError(
-            f"rollout.engine.max_model_len={most}: the longest prompt of {key} and its response "
-            f"may have {longest + response} tokens; give at least that."
+            f"rollout.engine: takes at most {most} tokens of a prompt and its response, and the "
+            f"longest prompt of {key} and its response may have {longest + response}; raise the "
+            f"engine's limit, or lower {limited}."
         )
     row = longest + response - 1  # the last token is not read
     if key == "dataset" and cfg.forward_token_budget is not None and row > cfg.forward_token_budget:
