@@ -37,11 +37,14 @@ eval_dataset:
            num_samples: 3, prefill: "<think>"}
     talks: "${dataset.datasets.talks}"
 rewards:
-  - _component_: torchtune_grpo.rewards.RewardByDataset
+  - _component_: torchtune_grpo.rewards.math_correctness_reward
     name: right
-    rewards:
-      sums: {_component_: torchtune_grpo.rewards.math_correctness_reward}
-      talks: {_component_: mine.as_long}
+    only: {dataset: sums}
+  - _component_: mine.as_long
+    name: right
+    only: {dataset: talks}
+    format: text
+    isolation: process
 evaluation: {samples: 0, reward: right, every_n_steps: null}
 num_steps: 3
 batch_size: 4

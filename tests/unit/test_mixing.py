@@ -132,6 +132,19 @@ MATH, CODE = (
     {"_component_": f"torchtune_grpo.rewards.{name}"}
     for name in ("math_correctness_reward", "CodeReward")
 )
+SHORT = {"_component_": "torchtune_grpo.rewards.OverlongPenalty", "max_length": 9, "cache": 9}
+BY_ROWS = """
+async def waits(prompts, completions, **columns):
+    return [10.0 * len(text) for text in completions]
+
+def texts(prompts, completions, log_extra, **columns):
+    log_extra("text", completions)
+    return [float(len(text)) for text in completions]
+
+def never(prompts, completions, log_metric, **columns):
+    log_metric("called", 1)
+    return [0.0] * len(completions)
+"""
 
 
 @pytest.mark.slow
@@ -142,11 +155,10 @@ def test_each_data_set_has_its_own_reward(caplog):
     tests = [{"prompt": "add 1", "test": t, "entry_point": "f"} for t in (test, "pass", test)]
     free = WORDS | {"rows": WORDS["rows"][:1]}
     dataset = mixed(sums=ADDITION | {"rows": sums}, code=WORDS | {"rows": tests}, free=free)
-    node = {"_component_": "torchtune_grpo.rewards.RewardByDataset", "name": "right"}
-    rewards = RewardSet.from_config([{**node, "rewards": {"sums": MATH, "code": CODE}}])
+    rewards = RewardSet.from_config([only(MATH, "sums"), only(CODE, "code")])
     with caplog.at_level("INFO"):
         rewards.check_data(dataset, key="dataset")
-    assert rewards.decider.is_known
+    assert rewards.decider.is_known and rewards.names == ["right"]
     assert names(dataset, range(5)) == ["sums", "sums", "code", "code", "free"]
     left_out = [text for text in caplog.messages if "left out" in text]
     assert "dataset.datasets.sums: 1 of 3" in left_out[0] and "code: 1 of 3" in left_out[1]
@@ -162,8 +174,60 @@ def test_each_data_set_has_its_own_reward(caplog):
     assert [*map(str, scores.total.tolist())] == ["1.0", "0.0", "1.0", "0.0", "nan"]
     why = scores.extra["why"]
     assert why[:2] == [None] * 2 and why[3] and why[4] is None
-    lacking = RewardSet.from_config([{**node, "rewards": {"free": MATH, "sums": MATH}}])
-    with pytest.raises(ValueError, match="datasets.free: 1 of 1 .*math_correctness_reward' needs"):
-        lacking.check_data(dataset, key="dataset")
-    with pytest.raises(ValueError, match=r"rewards\[0\].*sums: may not be async, nor have"):
-        RewardSet.from_config([{**node, "rewards": {"sums": {**MATH, "weight": 2}}}])
+
+
+def only(node, dataset, **more):
+    return {**node, "name": "right", "only": {"dataset": dataset}, **more}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([only(MATH, "words")], "reward 'right' needs the column 'answer', but dataset has"),
+        ([only(MATH, "sum")], r"'right' has only={'dataset': 'sum'}, but no row of dataset has"),
+        (
+            [{**MATH, "only": {"datset": "sums"}}],
+            "has only={'datset': 'sums'}, but dataset has .*Did you mean dataset?",
+        ),
+        ([only(MATH, "sums"), only(MATH, "words", weight=2)], r"rewards\[1\].name='right': used"),
+        ([only(MATH, "sums"), only(CODE, "sums")], r"rewards\[1\].name='right': used twice; give"),
+        ([only(MATH, "sums"), {**MATH, "name": "right"}], r"rewards\[1\].name='right': used twice"),
+        (
+            [only(MATH, "sums"), only(SHORT, "sums", name="short", weight=1.5)],
+            "rewards: together short 1.5 can outweigh what makes a right answer better",
+        ),
+    ],
+)
+def test_a_reward_that_scores_no_row_or_the_rows_of_another_is_named(nodes, message):
+    dataset = mixed(sums=ADDITION, words=WORDS)
+    with pytest.raises(ValueError, match=message):
+        RewardSet.from_config(nodes).check_data(dataset, key="dataset")
+
+
+def test_shaping_outweighs_nothing_where_it_does_not_score():
+    RewardSet.from_config([only(MATH, "sums"), only(SHORT, "words", name="short", weight=1.5)])
+
+
+def test_an_async_and_an_isolated_reward_score_their_own_rows(tmp_path, monkeypatch):
+    """Each in its own way; a reward without rows is not called."""
+    (tmp_path / "by_rows.py").write_text(BY_ROWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    nodes = [
+        {"_component_": "by_rows.waits", "only": {"dataset": ["a", "b"]}, "name": "one"},
+        {"_component_": "by_rows.texts", "only": {"dataset": "c"}, "name": "one"},
+        {"_component_": "by_rows.never", "only": {"dataset": "d"}},
+    ]
+    nodes[1] |= {"isolation": "process", "workers": 1}
+    rewards = RewardSet.from_config(nodes)
+    assert rewards.names == ["one", "never_d"]
+    scores = rewards(
+        prompts=["?"] * 4,
+        completions=["1", "22", "333", "4444"],
+        columns={"dataset": ["c", "a", "c", "b"]},
+        trainer_state=TrainerState(0, max_steps=1),
+    )
+    rewards.close()
+    assert scores.of("one").tolist() == [1, 20, 3, 40] and scores.of("never_d").isnan().all()
+    assert scores.extra == {"text": ["1", None, "333", None]}
+    assert not scores.metrics

@@ -134,9 +134,9 @@ def _weights(run: Run, *, base: bool, checkpoint: str | None) -> dict[str, Path 
 
 def _add_lenient_grader(run: Run) -> None:
     """Add the lenient grader, with weight 0, where the deciding reward reads answer tags."""
-    rewards = run.rewards
-    functions = {each.name: each.function for each in rewards.rewards}
-    if functions.get(rewards.decider.name) is math_correctness_reward and LENIENT not in functions:
+    rewards, decider = run.rewards, run.rewards.decider.reward
+    is_plain = decider.function is math_correctness_reward and not decider.only
+    if is_plain and LENIENT not in rewards.names:
         rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
 
 

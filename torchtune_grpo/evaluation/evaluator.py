@@ -160,7 +160,7 @@ class Evaluator:
         self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
         self._rewards, self._decider = rewards, rewards.decider
         self._environment = environment
-        named = {reward.name: reward.answer_of for reward in rewards.rewards}
+        named = {name: rewards.answer_of(name) for name in rewards.names}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
         names, best = evaluation_metrics(cfg.evaluation.samples), cfg.evaluation.keep_best
         known = [n for n in names if self._decider.name in self._stated or "maj@" not in n]

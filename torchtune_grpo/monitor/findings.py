@@ -127,18 +127,19 @@ class History:
     """A run as the rules see it, without numbers that are not finite; what is missing is NaN."""
 
     def __init__(self, cfg: GRPOConfig, rewards: Ranges, decider: str) -> None:
-        own: list[Any] = [{}] * (len(rewards) - len(cfg.rewards))  # environments', without a node
-        self.rewards: list[dict[str, Any]] = [
-            {"weight": 1.0, **node, "name": name}
-            for name, node in zip(rewards, [*cfg.rewards, *own], strict=True)
-        ]
-        self._config = OmegaConf.create({**cfg.model_dump(), "rewards": self.rewards})
+        nodes = [{"weight": 1.0, **node} for node in cfg.rewards]
+        self._config = OmegaConf.create({**cfg.model_dump(), "rewards": nodes})
+        # Each reward's key; an environment's own has that of the environment. Of several parts
+        # with one name, the first counts.
+        named = [node.get("name", index) for index, node in enumerate(nodes)]
+        first = [index for index, name in enumerate(named) if name not in named[:index]]
+        own = len(rewards) - len(first)  # of environments, without a node
+        self.keys = [*(f"rewards.{index}" for index in first), *["environment"] * own]
+        chosen: list[dict[str, Any]] = [nodes[index] for index in first] + [{"weight": 1.0}] * own
+        self.rewards = [{**node, "name": name} for name, node in zip(rewards, chosen, strict=True)]
         self.decider = decider  # its mean is the accuracy
         self._ranges = rewards
         names = [reward["name"] for reward in self.rewards]
-        # Each reward's key; an environment's own has that of the environment.
-        self.keys = [f"rewards.{index}" for index in range(len(cfg.rewards))]
-        self.keys += ["environment"] * len(own)
         self.key_of_decider = self.keys[names.index(decider)]
         self.wrong: str | None = None  # an answer of the newest step, if none is right
         self.steps: list[dict[str, float]] = []

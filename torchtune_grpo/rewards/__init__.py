@@ -4,7 +4,6 @@ A reward is any ``reward(prompts, completions, **columns) -> list[float | None]`
 describes it.
 """
 
-from torchtune_grpo.rewards.by_dataset import RewardByDataset
 from torchtune_grpo.rewards.call import TrainerState
 from torchtune_grpo.rewards.code import CodeReward, ProgramReward, code_format_reward
 from torchtune_grpo.rewards.math import (
@@ -36,7 +35,6 @@ __all__ = [
     "RepetitionPenalty",
     "Reward",
     "Decider",
-    "RewardByDataset",
     "RewardFailure",
     "RewardFunction",
     "RewardScores",

@@ -75,6 +75,20 @@ class Batch:
             own |= {"log_extra": outcome.log_extra, "log_metric": outcome.log_metric}
         return own
 
+    def rows_of(self, reward: Reward) -> list[int]:
+        """Return the rows that a reward scores."""
+        columns = {name: self.columns[name] for name in reward.only}
+        rows = range(len(self.completions))
+        return [n for n in rows if reward.applies_to({c: v[n] for c, v in columns.items()})]
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        def of(values: Sequence[Any]) -> list[Any]:
+            return [values[row] for row in rows]
+
+        ids = None if self.completion_ids is None else of(self.completion_ids)
+        columns = {name: of(values) for name, values in self.columns.items()}
+        return Batch(of(self.prompts), of(self.completions), columns, ids, self.trainer_state)
+
 
 @dataclass
 class Outcome:
@@ -117,36 +131,55 @@ class Outcome:
         text = f"first at {where}: {describe(error)}"
         return self.count, len(errors), text, describe(error, frames=3)
 
+    def fill(self, rows: Sequence[int], part: Outcome) -> None:
+        """Take over the scores and reports of a ``part``, which are of these rows."""
+        self.scores = self.scores or [None] * self.count
+        for row, score in zip(rows, part.scores, strict=True):
+            self.scores[row] = score
+        for name, values in part.extra.items():
+            column = self.extra.setdefault(name, [None] * self.count)
+            for row, value in zip(rows, values, strict=True):
+                column[row] = value
+        self.metrics += part.metrics
+        self.broken = self.broken or part.broken
+        self.seconds += part.seconds
+
     @classmethod
     def join(cls, parts: Sequence[Outcome]) -> Outcome:
-        whole = cls(sum(part.count for part in parts))
+        whole, start = cls(sum(part.count for part in parts)), 0
         for part in parts:
-            for name, values in part.extra.items():
-                column = whole.extra.setdefault(name, [None] * whole.count)
-                column[len(whole.scores) : len(whole.scores) + part.count] = values
-            whole.metrics += part.metrics
-            whole.scores += part.scores
+            whole.fill(range(start, start + part.count), part)
+            start += part.count
         return whole
 
 
-def call_all(rewards: Sequence[Reward], batch: Batch) -> list[Outcome]:
-    """Call each async reward in its own thread and, meanwhile, the others one after another."""
-    outcomes: dict[str, Outcome] = {}
+def call_all(rewards: Sequence[Reward], batch: Batch) -> dict[str, Outcome]:
+    """Call each async reward in its own thread and, meanwhile, the others one after another.
 
-    def call(reward: Reward) -> None:
-        outcomes[reward.name] = _call_reward(reward, batch)
+    Returns outcomes by name: rewards of the same name have scored different rows.
+    """
+    rows = [batch.rows_of(reward) for reward in rewards]
+    parts = [Outcome(0) for _ in rewards]
 
-    waiting = [reward for reward in rewards if reward.is_async]
-    threads = [threading.Thread(target=call, args=(reward,), daemon=True) for reward in waiting]
+    def call(number: int) -> None:
+        if rows[number]:
+            parts[number] = _call_reward(rewards[number], batch.select(rows[number]))
+
+    waiting = [number for number, reward in enumerate(rewards) if reward.is_async]
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in waiting]
     with _exits_raise():
         for thread in threads:
             thread.start()
-        for reward in rewards:
-            if not reward.is_async:
-                call(reward)
+        for number in range(len(rewards)):
+            if number not in waiting:
+                call(number)
         for thread in threads:
             thread.join()
-    return [outcomes[reward.name] for reward in rewards]
+    count = len(batch.completions)
+    outcomes = {reward.name: Outcome(count, [None] * count) for reward in rewards}
+    for reward, own, part in zip(rewards, rows, parts, strict=True):
+        outcomes[reward.name].fill(own, part)
+    return outcomes
 
 
 @contextmanager

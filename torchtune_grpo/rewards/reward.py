@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -38,6 +38,8 @@ class Reward:
     # Prompts and completions are lists of messages; None: as in the rows, but texts for ours.
     chat: bool | None = None
     workers: WorkerPool[FunctionWorker] | None = None  # where it runs, one completion at a time
+    # Column -> value, or list of values: it scores only the rows that have these.
+    only: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
@@ -99,14 +101,29 @@ class Reward:
                     f"{{{name}: ...}}, or set {name} in the reward's node."
                 )
 
+    def applies_to(self, row: Mapping[str, Any]) -> bool:
+        """Whether it scores answers to a row with these columns, as far as ``only`` says."""
+        return all(
+            row.get(name) in (wanted if isinstance(wanted, list) else [wanted])
+            for name, wanted in self.only.items()
+        )
+
+    def tried_faults(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
+        """Apply ``check_rows`` to the rows that it scores: position -> what is wrong, or None."""
+        own = [position for position, row in enumerate(rows) if self.applies_to(row)]
+        found = self.check_rows([rows[position] for position in own]) if own else {}
+        return {own[number]: fault for number, fault in found.items()}
+
     def row_faults(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
-        """Apply ``check_row`` to rows with the same columns: position -> what is wrong, or None."""
+        """Apply ``check_row`` to the rows that it scores, which have the same columns, likewise."""
         if self.check_row is None:
             return {}
         signature = inspect.signature(self.check_row)
         takes_all, known = _takes_any_keyword(signature), signature.parameters
         faults: dict[int, str | None] = {}
         for position, row in enumerate(rows):
+            if not self.applies_to(row):
+                continue
             given = {**row, **self.fixed}
             values = {n: v for n, v in given.items() if takes_all or n in known}
             try:
@@ -137,6 +154,7 @@ class _Keys(Keys):
 
     name: Text | None = None
     weight: Float = 1.0
+    only: dict[str, Any] = {}
     format: Literal["text", "chat"] | None = None
     isolation: Literal["process"] | None = None
 
@@ -186,9 +204,10 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
         make = partial(FunctionWorker, path, arguments, makes=makes, timeout=own.timeout)
         workers = WorkerPool([make() for _ in range(own.workers)])
     reward = function if makes else component
-    name = own.name or str(getattr(reward, "__name__", type(reward).__name__))
+    its_name = str(getattr(reward, "__name__", type(reward).__name__))
+    name = own.name or "_".join([its_name, *map(str, own.only.values())])
     chat = None if own.format is None else own.format == "chat"
-    return Reward(name, function, own.weight, chat, workers)
+    return Reward(name, function, own.weight, chat, workers, own.only)
 
 
 def _check_arguments(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtune.utils import get_logger, log_rank_zero
 
 from torchtune_grpo.advantages import total_reward
-from torchtune_grpo.config.text import shortened, visible
+from torchtune_grpo.config.text import shortened, suggest, visible
 from torchtune_grpo.data.dataset import Item, PromptData
 from torchtune_grpo.machine.interrupt import breakable
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank
@@ -92,6 +92,7 @@ class Decider:
 class RewardSet:
     """R weighted rewards, checked before the first completion is scored.
 
+    Rewards of the same name, with other rows to score each (``only``), are parts of one.
     ``deciding`` names the reward that decides what is right. Without it, that is the first one that
     declares so: of those that train, if any does. If none declares so, it is the first reward.
     ``max_failure_share`` is the share of a call's completions, over all ranks, on which a reward
@@ -114,11 +115,12 @@ class RewardSet:
                 "get_reward() or step(text)."
             )
         for index, reward in enumerate(self.rewards):
-            if reward.name in self.names[:index]:
-                raise ValueError(
-                    f"rewards[{index}].name={reward.name!r}: used twice; give each reward a name "
-                    "of its own."
-                )
+            for other in self.rewards[:index]:
+                if other.name == reward.name and not _are_parts(other, reward):
+                    raise ValueError(
+                        f"rewards[{index}].name={reward.name!r}: used twice; give each reward a "
+                        "name of its own, or the same weight and rows of its own (`only`)."
+                    )
             reward.check(f"rewards[{index}]")
         if deciding is not None and deciding not in self.names:
             raise ValueError(
@@ -148,7 +150,12 @@ class RewardSet:
 
     @property
     def names(self) -> list[str]:
-        return [reward.name for reward in self.rewards]
+        return [*dict.fromkeys(reward.name for reward in self.rewards)]
+
+    def answer_of(self, name: str) -> Callable[[str], str | None] | None:
+        """Return what finds the answer that a reward reads; None if there is none, or several."""
+        first, *others = [reward.answer_of for reward in self.rewards if reward.name == name]
+        return None if others else first
 
     @property
     def ranges(self) -> dict[str, tuple[float, float] | None]:
@@ -170,7 +177,7 @@ class RewardSet:
         ``wanted``: the key ``objective.outcome_gate``; None is "where it can be".
         """
         reward, is_known = self.decider.reward, self.decider.is_known
-        others = [r.name for r in self.rewards if r is not reward and r.weight]
+        others = {r.name: None for r in self.rewards if r.name != reward.name and r.weight}
         decides = is_known and (reward.weight != 0 or reward.name == self._deciding)
         if wanted and not decides:
             raise ValueError(
@@ -194,10 +201,13 @@ class RewardSet:
             "reward."
         )
         for reward in self.rewards:
-            reward.check_columns(dataset[0]["columns"], data=key)
+            if reward.only:
+                _check_own_columns(reward, dataset, key)
+            else:
+                reward.check_columns(dataset[0]["columns"], data=key)
             faults = partial(_row_faults, reward.name, reward.row_faults)
             dataset.check(faults, where=key, remedy=remedy)
-            tried = partial(_row_faults, reward.name, partial(on_first_rank, reward.check_rows))
+            tried = partial(_row_faults, reward.name, partial(on_first_rank, reward.tried_faults))
             dataset.check(tried, where=key, remedy=remedy, drawn_rows=False)
 
     def __call__(
@@ -232,12 +242,12 @@ class RewardSet:
         A reward that finds no answers by itself (``answer_of``) adds nothing.
         """
         reward = self.decider.reward
-        outcomes = scores.of(reward.name)
+        outcomes, answer_of = scores.of(reward.name), self.answer_of(reward.name)
         known = int((~outcomes.isnan()).sum())
-        if reward.answer_of is None or not known:
+        if answer_of is None or not known:
             return scores
         rows = (outcomes <= 0).nonzero()[:, 0].tolist()
-        answers = {row: reward.answer_of(completions[row]) for row in rows}
+        answers = {row: answer_of(completions[row]) for row in rows}
         stated = {row: answer for row, answer in answers.items() if answer is not None}
         share = (len(answers) - len(stated)) / known
         metrics = [*scores.metrics, (f"{reward.name}/no_answer", share)]
@@ -254,14 +264,15 @@ class RewardSet:
         for reward in self.rewards:
             reward.close()
 
-    def _check_failures(self, outcomes: Sequence[Outcome]) -> None:
+    def _check_failures(self, outcomes: Mapping[str, Outcome]) -> None:
         """Raise on every rank if one has a broken reward, or if there are too many failures."""
-        broken = next((visible(str(o.broken)) for o in outcomes if o.broken), None)
-        ranks = gather_over_ranks((broken, [outcome.failures() for outcome in outcomes]))
+        broken = next((visible(str(o.broken)) for o in outcomes.values() if o.broken), None)
+        ranks = gather_over_ranks((broken, [each.failures() for each in outcomes.values()]))
         for text, _ in ranks:
             if text is not None:
                 raise ContractError(text)
-        for index, reward in enumerate(self.rewards):
+        first = {reward.name: reward for reward in reversed(self.rewards)}
+        for index, reward in enumerate(first[name] for name in self.names):
             counts, failures, errors, places = zip(*(part[index] for _, part in ranks), strict=True)
             failed, count = sum(failures), sum(counts)
             if not failed:
@@ -282,27 +293,30 @@ class RewardSet:
             if rank() == 0:
                 log.warning(text)
 
-    def _scores(self, outcomes: Sequence[Outcome], group_size: int) -> RewardScores:
+    def _scores(self, named: Mapping[str, Outcome], group_size: int) -> RewardScores:
+        outcomes = named.values()
         rows = [[s if isinstance(s, float) else math.nan for s in o.scores] for o in outcomes]
         failures = [[isinstance(s, BaseException) for s in o.scores] for o in outcomes]
         scores = torch.tensor(rows, dtype=torch.float32).T.contiguous()  # [N, R]
         failed = torch.tensor(failures, dtype=torch.bool).T.contiguous()  # [N, R]
-        weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float32)
-        named = list(zip(self.names, outcomes, strict=True))
+        weights = {reward.name: reward.weight for reward in self.rewards}
+        weighted = torch.tensor([*weights.values()], dtype=torch.float32)
         given = Counter(column for outcome in outcomes for column in outcome.extra)
         return RewardScores(
             names=self.names,
             scores=scores,
-            weights=weights,
-            total=total_reward(scores, failed, weights, group_size=group_size),
+            weights=weighted,
+            total=total_reward(scores, failed, weighted, group_size=group_size),
             seconds=[outcome.seconds for outcome in outcomes],
             failed=failed,
             extra={
                 column if given[column] == 1 else f"{name}/{column}": values
-                for name, outcome in named
+                for name, outcome in named.items()
                 for column, values in outcome.extra.items()
             },
-            metrics=[(f"{name}/{metric}", x) for name, o in named for metric, x in o.metrics],
+            metrics=[
+                (f"{name}/{metric}", x) for name, o in named.items() for metric, x in o.metrics
+            ],
         )
 
 
@@ -312,19 +326,47 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
     A reward that ``decides`` gives a right answer at least its ``reward_gap`` more than a wrong
     one; one with a ``reward_range`` can favour a wrong answer by at most the width of that range.
     """
-    deciding = [reward for reward in rewards if reward.decides and reward.weight]
-    gap = sum(reward.weight * reward.reward_gap for reward in deciding)
-    spans = {
-        reward.name: abs(reward.weight) * (reward.reward_range[1] - reward.reward_range[0])
-        for reward in rewards
-        if reward.reward_range
-    }
-    if deciding and sum(spans.values()) >= gap:
-        listed = ", ".join(f"{name} {span:g}" for name, span in spans.items())
-        raise ValueError(
-            f"rewards: together {listed} can outweigh what makes a right answer better than a "
-            f"wrong one ({gap:g}); lower their weights until their sum is less."
-        )
+    for only in (reward.only for reward in rewards):  # of rows, those that it names
+        scoring = [reward for reward in rewards if reward.only in ({}, only)]
+        deciding = [reward for reward in scoring if reward.decides and reward.weight]
+        gap = sum(reward.weight * reward.reward_gap for reward in deciding)
+        spans = {
+            reward.name: abs(reward.weight) * (reward.reward_range[1] - reward.reward_range[0])
+            for reward in scoring
+            if reward.reward_range
+        }
+        if deciding and sum(spans.values()) >= gap:
+            listed = ", ".join(f"{name} {span:g}" for name, span in spans.items())
+            raise ValueError(
+                f"rewards: together {listed} can outweigh what makes a right answer better than a "
+                f"wrong one ({gap:g}); lower their weights until their sum is less."
+            )
+
+
+def _are_parts(one: Reward, other: Reward) -> bool:
+    """Whether two rewards of the same name score other rows, with the same weight."""
+    rows_differ = one.only and other.only and one.only != other.only
+    return bool(rows_differ) and one.weight == other.weight
+
+
+def _check_own_columns(reward: Reward, dataset: PromptData, key: str) -> None:
+    """Check that a reward with ``only`` has rows, and that they have the columns it needs."""
+    columns, scored = dataset[0]["columns"], list[Mapping[str, Any]]()
+    where = f"The reward {reward.name!r} has only={dict(reward.only)}"
+    for name in reward.only:
+        if name not in columns:
+            raise ValueError(f"{where}, but {key} has {sorted(columns)}.{suggest(name, columns)}")
+
+    def check(items: Sequence[Item]) -> dict[int, str | None]:
+        rows = [item["columns"] for item in items if reward.applies_to(item["columns"])]
+        for row in rows[:1]:
+            reward.check_columns([n for n, value in row.items() if value is not None], data=key)
+        scored.extend(rows)
+        return {}
+
+    dataset.check(check, where=key, drawn_rows=False)
+    if key == "dataset" and not scored:
+        raise ValueError(f"{where}, but no row of {key} has these; correct it.")
 
 
 def _row_faults(
