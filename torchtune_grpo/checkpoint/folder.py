@@ -32,6 +32,8 @@ _ERROR_FILE = "error.txt"  # the last run's traceback, if it failed
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or all existing ones are damaged."""
 
+    says_all = True  # no traceback is shown
+
 
 def claim_output_dir(folder: Path) -> None:
     """Lock a folder until this process ends, and clear what a killed run left unfinished there."""

@@ -212,8 +212,7 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
         is_reported = isinstance(error, ConfigError) and local_rank != "0"
         if is_reported or isinstance(error, FirstRankFailed):
             sys.exit(1)
-        is_ours = type(error).__module__.startswith("torchtune_grpo.")
-        is_complete = isinstance(error, ValueError) or is_ours
+        is_complete = getattr(error, "says_all", isinstance(error, ValueError))
         lines = [*getattr(error, "__notes__", ())]
         if os.environ.get(TRACEBACK) or not is_complete:
             lines.append(trace)

@@ -20,6 +20,8 @@ _claimed: dict[Path, tuple[IO[str], os.stat_result]] = {}
 class LostFolderError(RuntimeError):
     """The run's folder was deleted, and may be another run's by now."""
 
+    says_all = True  # no traceback is shown
+
 
 def claim(folder: Path) -> None:
     """Lock a folder until this process ends; a ValueError names the process that holds the lock."""

@@ -31,6 +31,8 @@ _OF_ROWS = ("scores", "total", "failed")  # tensors [N, ...] of RewardScores
 class RewardFailure(RuntimeError):
     """A reward failed on more completions than the config allows."""
 
+    says_all = True  # no traceback is shown
+
 
 @dataclass(frozen=True)
 class RewardScores:

@@ -28,6 +28,8 @@ _PATIENCE = 5  # multiple of the time limit that may pass while others keep the 
 class SandboxError(RuntimeError):
     """The sandbox or the test failed, not the completion."""
 
+    says_all = True  # no traceback is shown
+
 
 @dataclass(frozen=True)
 class Limits:

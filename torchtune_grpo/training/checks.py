@@ -53,7 +53,7 @@ def _check_optimizer(cfg: GRPOConfig) -> None:
     optimizer = instantiate("optimizer", cfg.optimizer, [weight])
     make_lr_scheduler(cfg, optimizer)
     # torchao compiles a step for each shape, which is slow.
-    if (has_card or cfg.device == "cpu") and not type(optimizer).__module__.startswith("torchao"):
+    if (has_card or cfg.device == "cpu") and not hasattr(optimizer, "_new_buffer"):
         weight.grad = torch.zeros_like(weight)
         try:
             optimizer.step()

@@ -219,6 +219,8 @@ def make_lr_scheduler(cfg: GRPOConfig, optimizer: torch.optim.Optimizer) -> Any:
 class NonFiniteError(RuntimeError):
     """Weights, or losses or gradients of several optimizer steps in a row, are not finite."""
 
+    says_all = True  # no traceback is shown
+
 
 def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the norm of all gradients, a scalar; infinite or NaN if any of them is."""
