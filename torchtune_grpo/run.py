@@ -123,6 +123,7 @@ class Run:
             self._objects,
             deciding=self.cfg.evaluation.reward,
             max_failure_share=self.cfg.max_reward_failure_share,
+            seed=self.cfg.seed,
         )
 
     @cached_property

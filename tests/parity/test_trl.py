@@ -283,5 +283,5 @@ def test_reward_factories():
     torch.testing.assert_close(rewards(**inputs).scores, torch.tensor(expected).T)
     assert all(first != second for first, second in expected)
     nodes[2].pop("format")
-    with pytest.raises(RewardFailure, match="set format: chat in its node"):
+    with pytest.raises(RewardFailure, match="format: chat for messages"):
         RewardSet.from_config(nodes)(**inputs)

@@ -73,6 +73,17 @@ async def waits(prompts, completions, completion_ids, answer, trainer_state, log
     log_metric("tokens", len(completion_ids[0]))
     return [float(trainer_state.global_step + len(completion_ids[0]))]
 
+SLOTS = asyncio.Semaphore(1)
+
+async def shares(prompts, completions, **columns):
+    async def wait():
+        async with SLOTS: await asyncio.sleep(0.01)
+    await asyncio.gather(wait(), wait())
+    if completions == ["exit"]: await asyncio.create_task(leaves())
+    return [1.0]
+
+async def leaves(): sys.exit(3)
+
 def scaled(prompts, completions, factor, **columns):
     return [factor * float(completions[0])]
 
@@ -112,11 +123,11 @@ def make(actors):
     """Builds sets of one isolated reward, and closes them."""
     made = []
 
-    def build(name="Actor", *, share=1.0, **node):
-        if name == "Actor":
+    def build(name="Actor", *, share=1.0, seed=0, **node):
+        if name == "Actor" and "_component_" not in node:
             node.setdefault("folder", str(actors))
         node = {"_component_": f"actors.{name}", "isolation": "process", "timeout": 0.5, **node}
-        made.append(RewardSet.from_config([node], max_failure_share=share))
+        made.append(RewardSet.from_config([node], max_failure_share=share, seed=seed))
         return made[-1]
 
     yield build
@@ -234,6 +245,37 @@ def test_async_rewards_columns_and_notes_in_a_process(make):
     assert scores.total.tolist() == [12, 11]
     assert scores.extra == {"seen": [{"any": "thing"}, [7]]}  # JSON has no sets
     assert scores.metrics == [("waits/tokens", 2.0), ("waits/tokens", 1.0)]
+
+
+def test_what_an_async_reward_makes_serves_its_next_calls(make):
+    """Also after one that ends its event loop."""
+    scores = score(make("shares", workers=1, timeout=5), "1", "exit", "2")
+    assert scores.failed[:, 0].tolist() == [False, True, False]
+
+
+DRAWS = """
+import random
+import numpy
+
+def draws(prompts, completions, **columns):
+    return [random.random() + numpy.random.rand()]
+"""
+
+
+def test_what_a_reward_draws_depends_on_seed_step_and_row_alone(make, actors):
+    """Not on the process that it runs in, nor on the rows beside its own, nor on earlier calls."""
+    (actors / "drawing.py").write_text(DRAWS)
+    node = {"_component_": "drawing.draws", "timeout": 30}
+
+    def drawn(*texts, seed=3, step=5, workers=1):
+        state = TrainerState(global_step=step, max_steps=20)
+        rewards = make(**node, seed=seed, workers=workers)
+        return [score(rewards, *texts, trainer_state=state).total.tolist() for _ in range(2)]
+
+    first, again = drawn("a", "b", "c")
+    assert first == again == drawn("a", "b", "c", workers=3)[0] and len({*first}) == 3
+    assert drawn("c", "a")[0] == [first[2], first[0]]
+    assert drawn("a", seed=4)[0] != first[:1] != drawn("a", step=6)[0]
 
 
 def test_a_component_that_loads_only_here_is_told(make, actors):

@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from ranks import on_two_ranks
 
+from torchtune_grpo import rewards as shipped_rewards
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.config.keys import RewardAggregation
 from torchtune_grpo.data import RLDataset
@@ -108,19 +109,34 @@ def test_what_a_reward_may_not_return(value, message):
             score(reward, n=2)
 
 
-def test_rewards_get_keywords_and_lists_of_their_own():
-    """A reward that changes what it gets changes nothing for the next one."""
+def test_a_reward_may_change_all_that_it_gets():
+    """For the rows of its group, the next reward and the next step, all is as it was."""
     seen = []
 
-    def vandal(*, prompts, completions, answer, **columns):
+    def vandal(*, prompts, completions, completion_ids, steps, entry, **columns):
+        assert not columns
+        seen.append(copy.deepcopy((prompts, completions, completion_ids, steps, entry)))
         count = len(completions)
-        seen.append((list(prompts), list(completions), list(answer), sorted(columns)))
-        for values in (prompts, completions, answer, *columns.values()):
+        for row in range(count):
+            assert steps[row].pop() == 2
+            entry[row]["deep"]["list"].clear()
+            prompts[row][0]["content"] = completions[row][0]["content"] = "changed"
+            completion_ids[row].append(7)
+        for values in (prompts, completions, completion_ids, steps, entry):
             values.clear()
         return [0.0] * count
 
-    score(vandal, vandal, n=2, columns={"answer": ["1", "2"], "other": [3, 4]})
-    assert seen == [(["p0", "p1"], ["c0", "c1"], ["1", "2"], ["other"])] * 2
+    steps, entry = [1, 2], {"deep": {"list": [3]}}  # the rows of a group share them
+    given = {"steps": [steps] * 2, "entry": [entry] * 2}
+    rewards = [Reward(name, vandal, chat=True) for name in "ab"]
+    for _ in range(2):
+        score(*rewards, n=2, columns=given, completion_ids=[[5], [6]])
+    turns = [[[{"role": role, "content": f"{x}{i}"}] for i in (0, 1)] for role, x in ROLES]
+    assert seen == [(*turns, [[5], [6]], [[1, 2]] * 2, [{"deep": {"list": [3]}}] * 2)] * 4
+    assert (steps, entry) == ([1, 2], {"deep": {"list": [3]}})
+
+
+ROLES = [("user", "p"), ("assistant", "c")]
 
 
 def test_missing_column():
@@ -245,6 +261,13 @@ def test_what_a_reward_gets_follows_from_the_row(llama3_tokenizer):
         RewardSet([Reward("length", length)])(**given)
 
 
+def test_all_shipped_rewards_read_text():
+    names = [n for n in shipped_rewards.__all__ if re.search(".(Reward|Penalty|_reward)$", n)]
+    assert len(names) >= 14
+    for name in names:
+        assert Reward(name, getattr(shipped_rewards, name)).chat is False
+
+
 def test_async_rewards_wait_side_by_side():
     """Five of 0.5 s, beside a sync one of 0.5 s, while a loop runs, as in a notebook."""
 
@@ -266,6 +289,24 @@ def test_async_rewards_wait_side_by_side():
     assert min(scores.seconds) > 0.49
     assert scores.scores[0].tolist() == [2, 0, 2, 2, 2, 2]
     assert threading.active_count() == threads
+
+
+def test_what_an_async_reward_makes_in_one_step_serves_the_next():
+    """As a connection does, a semaphore that has been waited for belongs to an event loop."""
+    slots, loops = asyncio.Semaphore(1), set()
+
+    async def wait():
+        async with slots:
+            await asyncio.sleep(0.01)
+            return 1.0
+
+    async def reward(prompts, completions, **columns):
+        loops.add(asyncio.get_running_loop())
+        return await asyncio.gather(*(wait() for _ in completions))
+
+    for _ in range(2):
+        assert score(reward, reward).total.tolist() == [2.0] * 4
+    assert len(loops) == 1
 
 
 def fails_on(*bad, error=KeyError):

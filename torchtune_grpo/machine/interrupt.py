@@ -27,8 +27,6 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 1.0  # torchrun and a scheduler may both pass on the same signal
 
-_exit = os._exit  # which raises an error while rewards are called
-
 _active: Interrupts | None = None  # one per process, as signal handlers are
 
 
@@ -77,7 +75,7 @@ class Interrupts:
         self.signal: int | None = None
         self.breaks = False  # the handler may raise
         # Called on a second Ctrl-C
-        self.leave: Callable[[int, FrameType | None], Any] = lambda n, frame: _exit(128 + n)
+        self.leave: Callable[[int, FrameType | None], Any] = lambda n, frame: os._exit(128 + n)
         self._since = 0.0
         self._ended = False
 

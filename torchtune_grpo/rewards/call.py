@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import os
+import hashlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.data.chat import Conversation, PromptText, message
+from torchtune_grpo.machine import loop
 from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.workers import ContractError, WorkerPool
@@ -47,12 +47,25 @@ class Batch:
     columns: Mapping[str, Sequence[Any]]
     completion_ids: Sequence[Sequence[int]] | None
     trainer_state: TrainerState | None
+    seed: int = 0  # of the run
+
+    def seed_of(self, row: int) -> int:
+        """Return a row's seed for the generators of a process; like answers have the same one."""
+        step = -1 if self.trainer_state is None else self.trainer_state.global_step
+        key = f"{self.seed} {step} {self.prompts[row]}\0{self.completions[row]}"
+        digest = hashlib.blake2b(key.encode(errors="replace"), digest_size=8)
+        return int.from_bytes(digest.digest(), "big")
 
     def arguments(self, reward: Reward, rows: range, outcome: Outcome) -> dict[str, Any]:
-        """Copy the arguments for some rows, so that a reward may modify its copies."""
+        """Copy the arguments for some rows, so that a reward may modify all that it gets."""
         given = {n: values for n, values in self.columns.items() if n not in reward.fixed}
-        given |= {"prompts": self.prompts, "completions": self.completions}
-        own: dict[str, Any] = {n: [values[row] for row in rows] for n, values in given.items()}
+        own: dict[str, Any] = {
+            # One by one: the rows of a group share their columns' values.
+            name: [copy.deepcopy(values[row]) for row in rows]
+            for name, values in given.items()
+        }
+        own["prompts"] = [self.prompts[row] for row in rows]
+        own["completions"] = [self.completions[row] for row in rows]
         if self.completion_ids is not None:
             own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
         for index, (prompt, text) in enumerate(zip(own["prompts"], own["completions"])):
@@ -87,7 +100,8 @@ class Batch:
 
         ids = None if self.completion_ids is None else of(self.completion_ids)
         columns = {name: of(values) for name, values in self.columns.items()}
-        return Batch(of(self.prompts), of(self.completions), columns, ids, self.trainer_state)
+        batch = replace(self, prompts=of(self.prompts), completions=of(self.completions))
+        return replace(batch, columns=columns, completion_ids=ids)
 
 
 @dataclass
@@ -121,14 +135,19 @@ class Outcome:
             )
         self.metrics.append((name, float(value)))
 
-    def failures(self) -> tuple[int, int, str, str]:
-        """Count completions and failures; describe the first failure and where it was raised."""
+    def failures(self, chat: bool | None) -> tuple[int, int, str, str]:
+        """Count completions and failures; describe the first failure and where it was raised.
+
+        ``chat`` is the reward's: a text read as messages, or the reverse, fails by its type.
+        """
         errors = [(i, s) for i, s in enumerate(self.scores) if isinstance(s, BaseException)]
         if not errors:
             return self.count, 0, "", ""
         row, error = errors[0]
         where = f"index {row}" + (f" of rank {rank()}" if world_size() > 1 else "")
         text = f"first at {where}: {describe(error)}"
+        if chat is None and isinstance(error, (TypeError, AttributeError)):
+            text += " (set format: text in its node if it wants texts, format: chat for messages)"
         return self.count, len(errors), text, describe(error, frames=3)
 
     def fill(self, rows: Sequence[int], part: Outcome) -> None:
@@ -167,39 +186,18 @@ def call_all(rewards: Sequence[Reward], batch: Batch) -> dict[str, Outcome]:
 
     waiting = [number for number, reward in enumerate(rewards) if reward.is_async]
     threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in waiting]
-    with _exits_raise():
-        for thread in threads:
-            thread.start()
-        for number in range(len(rewards)):
-            if number not in waiting:
-                call(number)
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for number in range(len(rewards)):
+        if number not in waiting:
+            call(number)
+    for thread in threads:
+        thread.join()
     count = len(batch.completions)
     outcomes = {reward.name: Outcome(count, [None] * count) for reward in rewards}
     for reward, own, part in zip(rewards, rows, parts, strict=True):
         outcomes[reward.name].fill(own, part)
     return outcomes
-
-
-@contextmanager
-def _exits_raise() -> Iterator[None]:
-    """Have ``os._exit`` fail as ``sys.exit`` does; it would end the run without a word.
-
-    Processes that a reward forks still end by it.
-    """
-    process, leave = os.getpid(), os._exit
-
-    def fail(status: int) -> NoReturn:
-        if os.getpid() != process:
-            leave(status)
-        raise SystemExit(f"os._exit({status})")
-
-    os._exit = fail
-    try:
-        yield
-    finally:
-        os._exit = leave
 
 
 def _call_reward(reward: Reward, batch: Batch) -> Outcome:
@@ -228,10 +226,12 @@ def _call_reward(reward: Reward, batch: Batch) -> Outcome:
 
 def _call(function: RewardFunction, reward: Reward, batch: Batch, rows: range) -> Outcome:
     outcome = Outcome(len(rows))
+    if reward.workers is not None:
+        function = partial(function, batch.seed_of(rows.start))
     try:
         returned = function(**batch.arguments(reward, rows, outcome))
         if reward.is_async:
-            returned = asyncio.run(returned)
+            returned = loop.run(returned)
         outcome.scores = _scores_of(reward.name, returned, len(rows))
     except ContractError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +36,8 @@ class Reward:
     name: str
     function: RewardFunction
     weight: float = 1.0  # 0: only logged
-    # Prompts and completions are lists of messages; None: as in the rows, but texts for ours.
+    # Prompts and completions are lists of messages; None: as in the rows, unless the function has
+    # the attribute ``reads_text``, as those of this package do.
     chat: bool | None = None
     workers: WorkerPool[FunctionWorker] | None = None  # where it runs, one completion at a time
     # Column -> value, or list of values: it scores only the rows that have these.
@@ -43,9 +45,7 @@ class Reward:
 
     def __post_init__(self) -> None:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
-        kinds = inspect.getmro(declared if inspect.isclass(declared) else type(declared))
-        modules = [getattr(each, "__module__", None) or "" for each in (declared, *kinds)]
-        if self.chat is None and any(name.startswith("torchtune_grpo.") for name in modules):
+        if self.chat is None and getattr(declared, "reads_text", False):
             self.chat = False
         # Whether it tells right answers from wrong ones, and the least gap between their scores.
         self.decides: bool = getattr(declared, "decides", False)
@@ -127,7 +127,7 @@ class Reward:
             given = {**row, **self.fixed}
             values = {n: v for n, v in given.items() if takes_all or n in known}
             try:
-                faults[position] = self.check_row(**values)
+                faults[position] = self.check_row(**copy.deepcopy(values))
             except Exception as error:  # as in json.loads(answer)
                 faults[position] = describe(error)
         return faults
@@ -176,27 +176,18 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
         raise ConfigError(*(f"{key}.{problem}" for problem in error.problems)) from None
     path = node["_component_"]
     arguments = {n: v for n, v in node.items() if n not in (*table.model_fields, "_component_")}
-    extend_import_path()
-    try:
-        component: Callable[..., Any] = _get_component_from_path(path) if given is None else given
-        signature, is_class = inspect.signature(component), inspect.isclass(component)
-    except (InstantiationError, ValueError, TypeError) as error:
-        why = f"not a function or a class that can be loaded: {error}"
-        why = why if "." in path else "not a dotpath."
-        raise ValueError(f"{key}._component_={path}: {why}{component_hint(key, path)}") from error
-    if not (is_class and _takes_any_keyword(signature)):
-        known = [*_keywords(signature), *table.model_fields]
-        _check_arguments(component, arguments, key, known)
+    component, signature = _load(path, key, given)
+    is_class, takes_any = inspect.isclass(component), _takes_any_keyword(signature)
+    if not (is_class and takes_any):
+        _check_arguments(component, arguments, key, [*_keywords(signature), *table.model_fields])
     # A function that takes neither **columns nor completions makes a reward, and is not one.
-    is_reward = _takes_any_keyword(signature) or {*GIVEN[:3]} & signature.parameters.keys()
-    makes = is_class or not is_reward
-    if not makes:
-        function = partial(component, **arguments) if arguments else component
-    else:
+    makes = is_class or not (takes_any or {*GIVEN[:3]} & signature.parameters.keys())
+    function: RewardFunction = partial(component, **arguments) if arguments else component
+    if makes:
         try:
             signature.bind(**arguments)
-            in_workers = is_class and own.isolation  # only the workers make the object
-            function = component if in_workers else component(**arguments)
+            # Only the workers make an object that is for them.
+            function = component if is_class and own.isolation else component(**arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key}: could not construct {path}: {error}") from error
     workers = None
@@ -208,6 +199,18 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
     name = own.name or "_".join([its_name, *map(str, own.only.values())])
     chat = None if own.format is None else own.format == "chat"
     return Reward(name, function, own.weight, chat, workers, own.only)
+
+
+def _load(path: str, key: str, given: Any) -> tuple[Callable[..., Any], inspect.Signature]:
+    """Load a component, unless it is given, and its signature."""
+    extend_import_path()
+    try:
+        component: Callable[..., Any] = _get_component_from_path(path) if given is None else given
+        return component, inspect.signature(component)
+    except (InstantiationError, ValueError, TypeError) as error:
+        why = f"not a function or a class that can be loaded: {error}"
+        why = why if "." in path else "not a dotpath."
+        raise ValueError(f"{key}._component_={path}: {why}{component_hint(key, path)}") from error
 
 
 def _check_arguments(

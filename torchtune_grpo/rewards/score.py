@@ -98,7 +98,7 @@ class RewardSet:
     ``deciding`` names the reward that decides what is right. Without it, that is the first one that
     declares so: of those that train, if any does. If none declares so, it is the first reward.
     ``max_failure_share`` is the share of a call's completions, over all ranks, on which a reward
-    may fail; if it fails on more, the call raises.
+    may fail; if it fails on more, the call raises. ``seed`` is the run's, for isolated rewards.
     """
 
     def __init__(
@@ -107,9 +107,10 @@ class RewardSet:
         *,
         deciding: str | None = None,
         max_failure_share: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.rewards = list(rewards)
-        self._deciding = deciding
+        self._deciding, self._seed = deciding, seed
         self._max_failure_share = max_failure_share
         if not self.rewards:
             raise ValueError(
@@ -231,7 +232,7 @@ class RewardSet:
         """
         for reward in self.rewards:
             reward.check_columns(columns)
-        batch = Batch(prompts, completions, columns, completion_ids, trainer_state)
+        batch = Batch(prompts, completions, columns, completion_ids, trainer_state, self._seed)
         outcomes = breakable(partial(call_all, self.rewards, batch))
         self._check_failures(outcomes)
         return self._with_answers(self._scores(outcomes, group_size), completions, columns)
@@ -269,22 +270,19 @@ class RewardSet:
     def _check_failures(self, outcomes: Mapping[str, Outcome]) -> None:
         """Raise on every rank if one has a broken reward, or if there are too many failures."""
         broken = next((visible(str(o.broken)) for o in outcomes.values() if o.broken), None)
-        ranks = gather_over_ranks((broken, [each.failures() for each in outcomes.values()]))
+        first = {reward.name: reward for reward in reversed(self.rewards)}
+        failures = [outcomes[name].failures(first[name].chat) for name in self.names]
+        ranks = gather_over_ranks((broken, failures))
         for text, _ in ranks:
             if text is not None:
                 raise ContractError(text)
-        first = {reward.name: reward for reward in reversed(self.rewards)}
-        for index, reward in enumerate(first[name] for name in self.names):
-            counts, failures, errors, places = zip(*(part[index] for _, part in ranks), strict=True)
-            failed, count = sum(failures), sum(counts)
+        for index, name in enumerate(self.names):
+            counts, numbers, errors, places = zip(*(part[index] for _, part in ranks), strict=True)
+            failed, count = sum(numbers), sum(counts)
             if not failed:
                 continue
             error, raised_at = next(pair for pair in zip(errors, places, strict=True) if pair[0])
-            text = f"The reward {reward.name!r} failed on {failed} of {count} completions, {error}"
-            if not reward.chat and "string indices must be" in error:
-                text += " (does it want messages? set format: chat in its node)"
-            elif reward.chat is None and ("expected string" in error or "'list' object" in error):
-                text += " (does it want texts, not messages? set format: text in its node)"
+            text = f"The reward {name!r} failed on {failed} of {count} completions, {error}"
             if failed > self._max_failure_share * count:
                 failure = RewardFailure(
                     f"{text}. That is more than max_reward_failure_share="

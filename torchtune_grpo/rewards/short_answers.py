@@ -59,7 +59,12 @@ def _compares(read: Callable[[str], str | None]) -> Callable[[F], F]:
     def fault(*, answer: object) -> str | None:
         return None if _golds(answer, read) else f"answer={shortened(repr(answer))} is no answer"
 
-    return declares(decides=True, check_row=fault, answer_of=lambda text: agreed(text, read))
+    return declares(
+        reads_text=True,
+        decides=True,
+        check_row=fault,
+        answer_of=lambda text: agreed(text, read),
+    )
 
 
 @_compares(read_letter)

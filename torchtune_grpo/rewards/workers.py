@@ -133,12 +133,15 @@ class FunctionWorker:
         self._server: ServerProcess | None = None
         self._socket: socket.socket | None = None
 
-    def __call__(self, **arguments: Any) -> Any:
-        """Return what the function returns, as plain data; its exceptions become RuntimeErrors."""
+    def __call__(self, seed: int | None = None, /, **arguments: Any) -> Any:
+        """Return what the function returns, as plain data; its exceptions become RuntimeErrors.
+
+        The process's random generators are seeded first, if there is a seed.
+        """
         log_extra, log_metric = arguments.pop("log_extra", None), arguments.pop("log_metric", None)
         if "trainer_state" in arguments:  # importing its class would import torch
             arguments["trainer_state"] = SimpleNamespace(**vars(arguments["trainer_state"]))
-        request = pickle.dumps(arguments)
+        request = pickle.dumps((seed, arguments))
         try:
             sock = self._socket or self._load()
             sock.settimeout(self._timeout)

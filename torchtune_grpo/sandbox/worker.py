@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import pickle
+import random
 import runpy
 import socket
 import sys
@@ -24,7 +25,8 @@ from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, 
 def run_worker(requests: socket.socket) -> None:
     """Load the function that the first message names; call it per request until the socket closes.
 
-    Requests are pickles of keyword arguments, as the owner is trusted; answers are JSON.
+    Requests are pickles of a seed and keyword arguments, as the owner is trusted; answers are JSON.
+    All calls of an async function share an event loop, for connections that outlive a call.
     """
     # A child of the function that outlives it must not hold the socket open.
     requests.set_inheritable(False)
@@ -39,10 +41,22 @@ def run_worker(requests: socket.socket) -> None:
         send(requests, {"error": traceback.format_exc(limit=-3)})
         return
     send(requests, {"ready": True})
+    loop = asyncio.new_event_loop()
     with contextlib.suppress(PeerGone):
         while True:
-            arguments = pickle.loads(receive_bytes(requests))
-            send_bytes(requests, _answer(function, arguments).encode())
+            seed, arguments = pickle.loads(receive_bytes(requests))
+            if seed is not None:
+                _seed_generators(seed)
+            send_bytes(requests, _answer(function, arguments, loop).encode())
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed Python's generator, and those of numpy and torch if the function has imported them."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
 
 
 def _named(path: str) -> Callable[..., Any]:
@@ -54,7 +68,7 @@ def _named(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def _answer(function: Any, arguments: dict[str, Any]) -> str:
+def _answer(function: Any, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> str:
     extra: dict[str, Any] = {}
     metrics: list[Any] = []
     if "trainer_state" in arguments:  # a run's rewards may report more than they return
@@ -63,7 +77,7 @@ def _answer(function: Any, arguments: dict[str, Any]) -> str:
     try:
         returned = function(**arguments)
         if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
+            returned = _awaited(returned, loop)
         for value in returned if isinstance(returned, (list, tuple)) else ():
             if isinstance(value, BaseException):
                 raise value
@@ -71,6 +85,25 @@ def _answer(function: Any, arguments: dict[str, Any]) -> str:
         return json.dumps(answer, default=_plain)
     except BaseException:
         return json.dumps({"error": traceback.format_exc(limit=-3)})
+
+
+def _awaited(awaitable: Any, loop: asyncio.AbstractEventLoop) -> Any:
+    """Wait for what an awaitable returns; a task of it that raises SystemExit ends only itself."""
+
+    async def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return await awaitable, None
+        except BaseException as error:
+            return None, error
+
+    task = loop.create_task(outcome())
+    while not task.done():
+        with contextlib.suppress(BaseException):
+            loop.run_until_complete(task)
+    value, error = task.result()
+    if error is not None:
+        raise error
+    return value
 
 
 def _plain(value: Any) -> Any:
