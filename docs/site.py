@@ -34,8 +34,7 @@ CLASSES = {  # what a config or a script of one's own names
     "Data": [
         "data.RLDataset",
         "data.ShuffledSampler",
-        "data.WeightedSampler",
-        "data.LevelSampler",
+        "data.samplers.Sampler",
         "data.arithmetic_dataset",
         "data.number_dataset",
         "data.gsm8k_dataset",

@@ -31,7 +31,7 @@ from collections import Counter
 
 import numpy as np
 import torch
-from torchtune_grpo.data import LevelSampler
+from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rollout.native import NativeEngine
@@ -61,7 +61,7 @@ def tokenizer(model_dir):
     Dropped()
     return hf_tokenizer(model_dir)
 
-class Sampler(LevelSampler):  # as a user's may be
+class Sampler(ShuffledSampler):  # as a user's may be
     def __init__(self, dataset, **given):
         super().__init__(dataset, **given)
         self.seen = np.zeros(len(dataset))

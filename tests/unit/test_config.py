@@ -20,7 +20,6 @@ from torchtune_grpo.config.command_line import config_files, load_config
 from torchtune_grpo.config.keys import ENGINES, GRPOConfig, without_effect
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.data import ShuffledSampler
-from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.checks import check_model, check_prompts
 from torchtune_grpo.training.policy import empty_model
@@ -187,15 +186,9 @@ def test_a_mistake_elsewhere_makes_none_of_an_environments_own_keys():
 def test_a_component_may_be_its_path_alone():
     """A reward keeps all arguments of the one before."""
     rewards = "rewards.0=torchtune_grpo.rewards.format_reward"
-    settings = settings_of("sampler=torchtune_grpo.data.LevelSampler", rewards)
-    assert settings.sampler == {"_component_": "torchtune_grpo.data.LevelSampler"}
+    settings = settings_of("sampler=torchtune_grpo.data.ShuffledSampler", rewards)
+    assert settings.sampler == {"_component_": "torchtune_grpo.data.ShuffledSampler"}
     assert settings.rewards[0].name == "correctness"
-
-
-def test_a_sampler_without_weights_is_refused():
-    sampler = settings_of("sampler=torchtune_grpo.data.WeightedSampler").sampler
-    with pytest.raises(ValueError, match="sampler: could not construct .*weights"):
-        make_sampler(sampler, [1], seed=0)
 
 
 WITHOUT_EFFECT = [

@@ -168,7 +168,7 @@ def test_what_looks_like_a_collapse():
     levels = [0.6] * 5 + [0.1] * 5
     assert run([level_of(level) for level in levels])[0]["name"] == "collapsed"
     paid = [level_of(level, reward=1 - level) for level in levels]
-    harder = [level_of(level, **{"sampler/level": 0.7 - level}) for level in levels]
+    harder = [level_of(level, **{"sampler/stage": 0.7 - level}) for level in levels]
     assert run(paid) == run(harder) == []
 
 

@@ -134,6 +134,6 @@ def test_the_configs_hyperparameters_win_over_the_saved_ones():
 
 
 def test_each_fixed_key_is_one_of_the_config(tmp_path):
-    keys = config_of(tmp_path, "sampler._component_=torchtune_grpo.data.LevelSampler")
+    keys = config_of(tmp_path, "sampler._component_=torchtune_grpo.data.ShuffledSampler")
     for fixed in FIXED:
         assert any(key == fixed or key.startswith(f"{fixed}.") for key in keys), fixed

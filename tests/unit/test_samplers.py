@@ -1,22 +1,34 @@
-"""Which prompts come next: passes without gaps, curricula, and the same ones when asked again."""
+"""Which prompts come next: passes without gaps, and the same ones when asked again.
+
+Also for the docs' sampler of one's own, which checkpoints hold with its attributes.
+"""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from torchtune_grpo.checkpoint.checkpoints import check_state
 from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.data.samplers import make_sampler, prompts_of_rank
 
-LEVELS = [3, 1, 2, 1, 2, 1, 3, 1, 3, 2]
-ROWS = [
-    {"index": i, "tokens": [i], "prompt": str(i), "columns": {"level": level}}
-    for i, level in enumerate(LEVELS)
-]
+ROWS = [{"index": i, "tokens": [i], "prompt": str(i), "columns": {"n": i}} for i in range(10)]
 
 
-def make(name, **arguments):
-    node = OmegaConf.create({"_component_": f"torchtune_grpo.data.{name}", **arguments})
-    return make_sampler(node, ROWS, seed=1)
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Make a sampler of ours, or the docs'."""
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    (text,) = re.findall(r"```python\n(# my_sampler.py.*?)```", page, re.DOTALL)
+    (tmp_path / "my_sampler.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def made(path):
+        return make_sampler(OmegaConf.create({"_component_": path}), ROWS, seed=1)
+
+    return made
 
 
 def draw(sampler, count, steps, rate=lambda row: 0.5):
@@ -42,49 +54,25 @@ def test_passes_over_the_data_without_repeats_or_gaps():
         ShuffledSampler(range(7), seed=1).next(8)
 
 
-@pytest.mark.parametrize("name", ["ShuffledSampler", "LevelSampler"])
-def test_a_step_gets_the_same_prompts_until_it_is_done_and_a_resumed_run_goes_on(name, tmp_path):
-    sampler, told = make(name), lambda row: row / 10
+@pytest.mark.parametrize("path", ["torchtune_grpo.data.ShuffledSampler", "my_sampler.SeldomSolved"])
+def test_a_step_gets_the_same_prompts_until_it_is_done_and_a_resumed_run_goes_on(
+    path, make, tmp_path
+):
+    sampler, told = make(path), lambda row: row / 10
     draw(sampler, 4, 7, told)
     assert sampler.next(4) == sampler.next(4)
     assert sampler.next(2) + sampler.next(2, skip=2) == sampler.next(4)  # as rounds of a step
+    check_state("sampler", sampler.state_dict())
     torch.save(sampler.state_dict(), tmp_path / "state.pt")
-    resumed = make(name)
+    resumed = make(path)
     assert resumed.next(4) != sampler.next(4)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert resumed.metrics == sampler.metrics
     assert draw(resumed, 4, 9, told) == draw(sampler, 4, 9, told)
-    with pytest.raises(ValueError, match="lower batch_size"):
-        sampler.next(11)
 
 
-def test_a_weighted_step_sees_no_prompt_twice_if_it_can():
-    for rows in draw(make("LevelSampler"), 4, 20):
-        assert len(set(rows)) == 4
-    few = make("LevelSampler").next(6)  # of four of the first level
-    assert len(set(few)) == 4 and few[4:] == few[:2]
-
-
-def test_levels_are_added_when_the_newest_is_solved():
-    sampler = make("LevelSampler", window=8, pass_rate=0.75)
-    solved = {1}
-
-    def rate(row):
-        return 1.0 if LEVELS[row] in solved else 0.7
-
-    def levels(steps):
-        return {LEVELS[row] for rows in draw(sampler, 4, steps, rate) for row in rows}
-
-    assert levels(2) == {1} and sampler.metrics["sampler/level"] == 1
-    assert levels(30) == {1, 2} and sampler.metrics["sampler/level"] == 1
-    assert sampler.metrics["sampler/level_pass_rate"] == pytest.approx(0.7)
-    solved.add(2)
-    levels(8)
-    assert sampler.metrics["sampler/level"] == 2
-    solved.add(3)
-    drawn = [LEVELS[row] for rows in draw(sampler, 3, 400, rate) for row in rows]
-    counts = [drawn.count(level) / len(drawn) for level in (1, 2, 3)]
-    assert counts == pytest.approx([1 / 3] * 3, abs=0.04)  # whatever the number of their rows
+def test_the_docs_sampler_takes_seldom_solved_prompts_more_often(make):
+    drawn = sum(draw(make("my_sampler.SeldomSolved"), 5, 400, lambda row: float(row < 5)), [])
+    assert 5 < sum(row >= 5 for row in drawn) / sum(row < 5 for row in drawn) < 15
 
 
 def test_ranks_share_a_round_and_count_what_came_before():
@@ -101,10 +89,3 @@ def test_ranks_share_a_round_and_count_what_came_before():
     (spare, none), (batch, one) = shares([4], 2, before=[4, 2])
     assert (none, one) == (0, 1) and spare.indices == batch.indices == [4]
     assert batch.uses == [1] and batch.step_indices == [2]
-
-
-def test_bad_arguments_of_a_sampler_are_named():
-    with pytest.raises(ValueError, match=r"sampler.column=depth: dataset has level\."):
-        make("LevelSampler", column="depth")
-    with pytest.raises(ValueError, match=r"sampler.pass_rate=0, window=32: give \(0, 1\]"):
-        make("LevelSampler", pass_rate=0)

@@ -10,20 +10,16 @@ from torchtune_grpo.data.presets import (
     reasoning_gym_dataset,
 )
 from torchtune_grpo.data.samplers import (
-    LevelSampler,
     MixedSampler,
     ShuffledSampler,
-    WeightedSampler,
 )
 
 __all__ = [
-    "LevelSampler",
     "MixedDataset",
     "MixedSampler",
     "PromptBatch",
     "RLDataset",
     "ShuffledSampler",
-    "WeightedSampler",
     "arithmetic_dataset",
     "gsm8k_dataset",
     "humaneval_dataset",

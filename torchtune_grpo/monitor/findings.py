@@ -241,7 +241,7 @@ def collapse(run: History) -> Signs:
     # Where the sum has risen, shaping was learned; a curriculum's harder prompts are no fall.
     noise = 4 * math.hypot(error, run.now("level_error") / math.sqrt(window))
     is_paid = mean(paid[-window:])[0] >= paid[best]
-    is_harder = run.now("sampler/level") > first.get("sampler/level", math.nan)
+    is_harder = run.now("sampler/stage") > first.get("sampler/stage", math.nan)
     fell = means[best] - now > max(noise, means[best] / 3, 0.1)
     if fell and not (is_paid or is_harder):
         since = f"{means[best]:.2f} at step {first['step']:.0f}"
