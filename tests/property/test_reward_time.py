@@ -81,6 +81,7 @@ CODE_UNITS += [
     "<think></think>",
 ]
 CODE_SHAPES = [unit * (99_000 // len(unit)) for unit in CODE_UNITS]
+CODE_SHAPES += [before * 49_000 + "```" + "\n" * 49_900 for before in (" ", ">")]
 ANSWER = ("<think>7</think>\n<answer>", "</answer>")
 FENCE = ("```python\ndef f():\n", "\n```")
 AROUND_MATH = [ANSWER, ("<answer>", "</answer>"), ("<think>", "</think> <answer>7</answer>")]

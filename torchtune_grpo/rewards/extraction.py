@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 MAX_BLOCKS = 1000  # with more, no block counts
@@ -30,6 +31,9 @@ _STATEMENT = re.compile(rf"[ \t#]|$|(?:{_KEYWORDS})\b|[^=(]*[=(]")  # or a part 
 _PROSE = re.compile(
     rf"(?!(?:{_KEYWORDS})\b)[A-Z]?[a-z']+,? (?!{_KEYWORDS}\b)\w|[-*] |\*\*|[0-9]+\. "
 )
+
+
+_QUOTATION = re.compile(r"^[ \t]*>[ ]?")
 
 
 class Block(NamedTuple):
@@ -74,7 +78,7 @@ def _blocks(text: str) -> list[Block]:
         if language in ("", *_PYTHON):
             inner = lines[at:end]
             if before := opened["before"]:
-                inner = [_unwrapped(line, before) for line in inner]
+                inner = [*_unwrapped(inner, before)]
             code = "\n".join([*inner, ""])
             blocks.append(Block(code, named=language != "", closed=end < len(lines)))
         at = end + 1
@@ -113,14 +117,14 @@ def _open_string(line: str, quote: str) -> str:
         quote, at = found[0] if found[0] in ('"""', "'''") else "", found.end()
 
 
-def _unwrapped(line: str, before: str) -> str:
-    """Strip from a block's line the prefix that the line of its opening fence has."""
-    if ">" in before:
-        line = re.sub(r"^[ \t]*>[ ]?", "", line)
-        before = before.rpartition(">")[2][1:]
-    width = len(before) - len(before.lstrip(" \t")) if before.strip() == "" else len(before)
-    indent = line[:width]
-    return line[width:] if not indent.strip() else line
+def _unwrapped(lines: Sequence[str], before: str) -> Iterator[str]:
+    """Strip from a block's lines the prefix that the line of its opening fence has."""
+    quoted = ">" in before
+    width = len(before.rpartition(">")[2][1:]) if quoted else len(before)
+    for line in lines:
+        if quoted:
+            line = _QUOTATION.sub("", line)
+        yield line if line[:width].strip() else line[width:]
 
 
 def definition_of(name: str) -> re.Pattern[str]:

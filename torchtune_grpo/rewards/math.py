@@ -20,13 +20,15 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _FORM = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
 _BLOCK = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+)\}")
-_CLOSING_SENTENCE = re.compile(
-    r"""(?i)\b(?:the (?:final )?answer|correct (?:answer|option|choice)) is\b:?"""
+_MARK = re.compile(
+    r"""(?i)####|\b(?:the (?:final )?answer|correct (?:answer|option|choice)) is\b:?"""
     r"""|\banswer["*_]*:(?:\*\*)?"""
 )
+_DISPLAYED = re.compile(r"(?:\\\[|\$\$)\n(.*)")  # a formula on the next line
 _ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 
 LONGEST = 1_000  # characters of an answer; a longer one is not read
+_MOST_WORDS = 12  # of a line without a mark; a longer one is an unfinished thought
 _MOST_ANSWERS = 20  # different blocks or boxes in a text; with more it is not correct
 _LONGEST_SIDE = 100  # characters of one side of an equation, counting a number as one
 
@@ -113,9 +115,9 @@ def math_format_holds(text: str) -> bool:
 def located_answers(text: str, *, strict: bool = False) -> set[str]:
     """Find the answers that a text states after its thinking; several must agree.
 
-    These are the answer blocks; without an answer tag, each ``\\boxed{}``, else what follows the
-    last ``####``, else what follows the last "the (final) answer is" or "Answer:", else the text
-    itself, if it is one line. ``strict``: blocks only.
+    These are the answer blocks; without an answer tag, each ``\\boxed{}``; else the line behind the
+    last ``####``, "the (final) answer is" or "Answer:" that is not blank; else the text itself, if
+    it is one line of at most twelve words. ``strict``: blocks only.
     """
     tail = text.rpartition("</think>")[2]
     if strict or "<answer>" in tail or "</answer>" in tail:
@@ -128,11 +130,14 @@ def located_answers(text: str, *, strict: bool = False) -> set[str]:
         return set()
     if boxes := set(_BOX.findall(tail)):
         return boxes
-    parts = tail.split("####") if "####" in tail else _CLOSING_SENTENCE.split(tail)
-    last = parts[-1].strip()
-    if len(parts) == 1 and (not last or "\n" in last):
+    whole, *marked = map(str.strip, _MARK.split(tail))
+    if not marked and ("\n" in whole or len(whole.split()) > _MOST_WORDS):
         return set()
-    return {last if last.count("**") % 2 == 0 else last.replace("**", " ").strip()}
+    for part in filter(None, reversed(marked or [whole])):
+        displayed = _DISPLAYED.match(part)
+        line = displayed[1] if displayed else part.partition("\n")[0].strip()
+        return {line if line.count("**") % 2 == 0 else line.replace("**", " ").strip()}
+    return set()
 
 
 def stated_value(content: str) -> Fraction | None:
@@ -220,9 +225,20 @@ def _evaluate(side: str, numbers: Iterator[Fraction]) -> Fraction:
     return value
 
 
-def agreed(text: str, read: Callable[[str], T | None], *, strict: bool = False) -> T | None:
-    """Return what all located answers of a text state according to ``read``, else None."""
+def agreed(
+    text: str,
+    read: Callable[[str], T | None],
+    *,
+    strict: bool = False,
+    read_bare: Callable[[str], T | None] | None = None,
+) -> T | None:
+    """Return what all located answers of a text state according to ``read``, else None.
+
+    ``read_bare``, if given, reads the answer where it is the text itself, without a mark.
+    """
     answers = located_answers(text, strict=strict)
+    if read_bare is not None and answers == {text.rpartition("</think>")[2].strip()}:
+        read = read_bare
     if not 0 < len(answers) <= _MOST_ANSWERS or max(map(len, answers)) > LONGEST:
         return None
     values = map(read, answers)  # one after another, until one differs

@@ -16,6 +16,12 @@ _LABEL = re.compile(rf"(?m){_START}[A-Ja-j][).:\]](?!\w)|(?<!\w\()\b[A-HJ][)\]]"
 _LETTER = re.compile(r"(?<![\w'’.+-])[A-J](?![\w'’+#-]|\.[A-Z]\b)|^(?:[Oo]ption )?[a-j]$")
 # A negated letter, and the article or the pronoun before a word.
 _NO_LETTER = re.compile(r"\b[Nn]ot \(?[A-J]\b|(?<!ption )\b[AI] (?!and\b|or\b|is\b)(?=\w\w)")
+# A line without a mark is a choice if it begins with the letter, or names it as one.
+_NAMES_LETTER = re.compile(
+    r"^(?:[Oo]ption )?\(?[A-Ja-j](?:[).:\]]|$)"
+    r"|\b(?i:answer|option|choice|choose|pick|select)\b[ :(is]*[A-J]\b"
+)
+_DENIES = re.compile(r"(?i)n['’]t\b|\b(?:not?|never|neither|nor|wrong|incorrect|except)\b")
 _WORD = re.compile(r"(?!and\b|or\b)\b\w\w|\w\(")
 _MARKS = "*_`\"'“”$\\(){} "
 
@@ -33,6 +39,13 @@ def read_letter(content: str) -> str | None:
     return letters.pop() if len(letters) == 1 else None
 
 
+def read_bare_letter(content: str) -> str | None:
+    """Read the letter of a reply that is one line: "100 °C" and "Vitamin B" are no choices."""
+    line = re.sub(r'[*_`"“”$\\{}]', "", content).strip()
+    is_choice = _NAMES_LETTER.search(line) and not _DENIES.search(line)
+    return read_letter(content) if is_choice else None
+
+
 def read_text(content: str) -> str | None:
     """Return a text without case, markup, quotes, final punctuation and leading article."""
     folded = _COMMAND.sub("", normalize("NFKC", content)).casefold().replace("’", "'")
@@ -46,38 +59,38 @@ def _golds(gold: object, read: Callable[[str], str | None]) -> set[str | None]:
     return {read(t) for t in texts if isinstance(t, str) and len(t) <= LONGEST} - {None}
 
 
-def _scores(
-    completions: list[str], answer: list[Any], read: Callable[[str], str | None]
-) -> list[float]:
-    pairs = zip(completions, answer, strict=True)
-    return [float(agreed(text, read) in _golds(gold, read)) for text, gold in pairs]
-
-
-def _compares(read: Callable[[str], str | None]) -> Callable[[F], F]:
-    """Declare a reward for answers and golds that ``read`` reads."""
+def _compares(
+    read: Callable[[str], str | None], answer_of: Callable[[str], str | None]
+) -> Callable[[F], F]:
+    """Declare a reward for golds that ``read`` reads, and completions that ``answer_of`` does."""
 
     def fault(*, answer: object) -> str | None:
         return None if _golds(answer, read) else f"answer={shortened(repr(answer))} is no answer"
 
-    return declares(
-        reads_text=True,
-        decides=True,
-        check_row=fault,
-        answer_of=lambda text: agreed(text, read),
-    )
+    return declares(reads_text=True, decides=True, check_row=fault, answer_of=answer_of)
 
 
-@_compares(read_letter)
+def _stated_letter(text: str) -> str | None:
+    return agreed(text, read_letter, read_bare=read_bare_letter)
+
+
+def _stated_text(text: str) -> str | None:
+    return agreed(text, read_text)
+
+
+@_compares(read_letter, _stated_letter)
 def choice_reward(
     prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
 ) -> list[float]:
     """Score 1.0 for an answer that states the gold's letter, A to J, and no other."""
-    return _scores(completions, answer, read_letter)
+    pairs = zip(completions, answer, strict=True)
+    return [float(_stated_letter(text) in _golds(gold, read_letter)) for text, gold in pairs]
 
 
-@_compares(read_text)
+@_compares(read_text, _stated_text)
 def short_text_reward(
     prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
 ) -> list[float]:
     """Score 1.0 for an answer that is the gold, or one of a list of golds."""
-    return _scores(completions, answer, read_text)
+    pairs = zip(completions, answer, strict=True)
+    return [float(_stated_text(text) in _golds(gold, read_text)) for text, gold in pairs]
