@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-import re
 import signal
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,10 +16,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from torchtune import utils
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder, claim_output_dir
-from torchtune_grpo.config import aliases
-from torchtune_grpo.config.check import unknown_key
 from torchtune_grpo.config.command_line import load_config, set_key
-from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, noted, shortened
 from torchtune_grpo.machine import lock, parallel
 from torchtune_grpo.machine.interrupt import Interrupted
@@ -47,8 +43,8 @@ class GRPO:
             None: the config's.
         environment: a class, a node ``{"_component_": Class, "max_turns": 4}``, or several by name.
         tools: functions that the policy may call; docs/environments.md.
-        **keys: keys of the config: ``num_steps=100``; below a node ``loss_kl_coeff=0.0`` or
-            ``loss={"kl_coeff": 0.0}``; a class or function for a component; ``algorithm="dapo"``.
+        **keys: keys of the config: ``num_steps=100``, ``loss={"kl_coeff": 0.0}`` or
+            ``**{"loss.kl_coeff": 0.0}``; a class or function for a component; ``algorithm="dapo"``.
 
     Raises:
         ConfigError: with all mistakes.
@@ -76,15 +72,8 @@ class GRPO:
         if data is not None:
             self._set_data("dataset", data)
             self.config.eval_dataset = None  # it is of another task
-        problems = []
         for name, value in keys.items():
-            hint = aliases.meaning(name)
-            if name in _ARGUMENTS and not isinstance(value, (Mapping, str, type(None))):  # rows
-                hint = None if callable(value) else f" Did you mean {name}?"
-            if hint is None:
-                _set_key(self.config, name, value)
-            else:
-                problems.append(unknown_key(name, value, hint))
+            self._set_key(name, value)
         if eval_data is not None:
             of_rows = ("source", "split", "data_files", "num_samples")
             form = {k: v for k, v in self.config.dataset.items() if k not in of_rows}
@@ -100,7 +89,7 @@ class GRPO:
         folder = Path(str(self.config.get("output_dir") or ""))
         self._folder = folder.expanduser().resolve()
         self.config.output_dir = str(self._folder)
-        self._check(problems)
+        self._check()
         OmegaConf.set_readonly(self.config, True)  # a change would have no effect
         self._take_folder()
 
@@ -111,6 +100,18 @@ class GRPO:
                 f"{value}); with resume_from_checkpoint=True it goes on in the same output_dir."
             )
         super().__setattr__(name, value)
+
+    def _set_key(self, name: str, value: Any) -> None:
+        """Set a key of the config, or several of a section."""
+        rows = {"dataset": "data", "eval_dataset": "eval_data"}
+        if name in rows and not (isinstance(value, (Mapping, str, type(None))) or callable(value)):
+            raise ConfigError(f"{name}={shortened(repr(value))}: give rows as {rows[name]}.")
+        if name == "model_dir" and not isinstance(value, (str, Path)):
+            raise ConfigError(
+                f"model_dir={shortened(repr(value))}: give the path of the model's folder; "
+                "model.save_pretrained(folder) writes one."
+            )
+        set_key(self.config, name, _plain(value))
 
     def _set_data(self, key: str, data: Any) -> None:
         """Name a source in the config, or keep rows that are in memory."""
@@ -160,8 +161,9 @@ class GRPO:
             path = f"{kind.__module__}.{kind.__name__}"
         return path
 
-    def _check(self, problems: list[str]) -> None:
-        """Raise a ConfigError with ``problems`` and all mistakes in the config."""
+    def _check(self) -> None:
+        """Raise a ConfigError with all mistakes in the config."""
+        problems: list[str] = []
         with noted(problems):
             self._run = Run(self.config, objects=self._objects)
             found, remarks = self._run.check()
@@ -169,7 +171,7 @@ class GRPO:
         if problems or "RANK" in os.environ:  # ranks have to agree on what is left out
             self._drop()
         if problems:
-            raise ConfigError(*map(_in_python, problems))
+            raise ConfigError(*problems)
 
     def _take_folder(self) -> None:
         """Claim ``output_dir`` and write the config there; end the run that had it before."""
@@ -331,35 +333,6 @@ class GRPO:
         run, self._run, self._recipe = self._run, None, None
         if run is not None:
             run.close()
-
-
-# Arguments of GRPO that stand for keys of the config.
-_ARGUMENTS = {"dataset": "data", "eval_dataset": "eval_data"}
-
-
-def _in_python(problem: str) -> str:
-    """Spell the key that a message suggests as an argument of GRPO."""
-
-    def spelling(match: re.Match[str]) -> str:
-        key = _ARGUMENTS.get(match[1].removesuffix(".source"), match[1].replace(".", "_"))
-        return f"Did you mean {'rewards=[(function, weight)]' if '.0.' in match[1] else key}"
-
-    return re.sub(r"Did you mean (?!torch)([\w.]+)", spelling, problem)  # no component
-
-
-def _set_key(cfg: DictConfig, name: str, value: Any) -> None:
-    """Set ``name=value``, where ``loss_kl_coeff`` is ``loss.kl_coeff``."""
-    key, known = name, GRPOConfig.model_fields
-    if name not in known:
-        heads = [name[:i] for i, letter in enumerate(name) if letter == "_" and name[:i] in known]
-        if heads:
-            key = f"{heads[-1]}.{name.removeprefix(f'{heads[-1]}_')}"
-    if key == "model_dir" and not isinstance(value, (str, Path)):
-        raise ConfigError(
-            f"model_dir={shortened(repr(value))}: give the path of the model's folder; "
-            "model.save_pretrained(folder) writes one."
-        )
-    set_key(cfg, key, _plain(value))
 
 
 def _plain(value: Any) -> Any:

@@ -37,8 +37,8 @@ def refused(make, said):
 
 TINY = dict(
     config="tiny_arithmetic_grpo", num_steps=3, batch_size=2, temperature=2.0,
-    grpo_samples=4, max_generated_tokens=8, evaluation_samples=1, optimizer={"lr": 0.01},
-    dataset_prefill="<think>",
+    grpo_samples=4, max_generated_tokens=8, evaluation={"samples": 1}, optimizer={"lr": 0.01},
+    dataset={"prefill": "<think>"},
 )
 
 
@@ -160,17 +160,19 @@ def mistakes(**given):
 
 
 assert mistakes() is None
-found = mistakes(nm_steps=3, loss_kl_coeff=-1, optimizer_lr="fast")
+found = mistakes(nm_steps=3, **{"loss.kl_coeff": -1}, optimizer={"lr": "fast"})
 assert [line.split(":")[0] for line in found] == [
     "nm_steps=3", "loss.kl_coeff=-1", "optimizer.lr='fast'"
 ], found
 assert "Did you mean num_steps?" in found[0]
-foreign = dict(num_generations=8, beta=0, train_dataset=train, eval_dataset=train, model_name="m")
+assert "Did you mean loss.kl_coeff?" in mistakes(loss_kl_coeff=0.1)[0]  # as it was in 0.2
+foreign = dict(num_generations=8, beta=0, train_dataset=train, model_name="m")
 said = [re.search(r"^(\w+)=.*Did you mean ([\w.]+)", line).groups() for line in mistakes(**foreign)]
 assert said == [
-    ("num_generations", "grpo_samples"), ("beta", "loss_kl_coeff"), ("train_dataset", "data"),
-    ("eval_dataset", "eval_data"), ("model_name", "model_dir"),
+    ("num_generations", "grpo_samples"), ("beta", "loss.kl_coeff"), ("train_dataset", "dataset"),
+    ("model_name", "model_dir"),
 ], said
+assert mistakes(dataset=train)[0].endswith("give rows as data.")
 needs = mistakes(data=[{"prompt": "a", "gold": 1}] * 30, rewards=[varied])
 assert len(needs) == 1 and "needs the column 'answer'" in needs[0], needs
 assert mistakes(rewards=[3])[0].startswith("rewards[0]=3: not a reward;")
@@ -184,14 +186,15 @@ for given in (dict(config="Qwen/Qwen3-0.6B"), dict(model="Qwen/Qwen3-0")):
     assert "Qwen3-0" in problem and "model_dir" in problem, problem
 
 bad = dict(data=[{"prompt": "other", "answer": 1}] * 30, rewards=[varied], num_steps=-1)
-more = dict(loss_aggregation="dapo", optimizer_betas=numpy.array([0.5, 0.9]))
+more = {"loss": {"aggregation": "dapo"}, "optimizer.betas": numpy.array([0.5, 0.9])}
 run = GRPO(data=train, rewards=[varied], output_dir="mine", **TINY, **more)
 optimizer = dict(_component_="torch.optim.AdamW", lr=0.01, betas=[0.5, 0.9], weight_decay=0.0)
 assert optimizer.items() <= run.config.optimizer.items(), run.config.optimizer
 assert (run.config.num_steps, run.config.loss.aggregation) == (3, "dapo")
 said = "num_steps=9: the keys of a run are set when it is made"
 refused(lambda: setattr(run, "num_steps", 9), said)
-given = dict(device=torch.device("cpu"), optimizer=torch.optim.SGD, lr_scheduler_num_warmup_steps=2)
+given = dict(device=torch.device("cpu"), optimizer=torch.optim.SGD)
+given["lr_scheduler.num_warmup_steps"] = 2
 config = GRPO(output_dir="other", **TINY | given).config
 assert (config.device, config.optimizer._component_) == ("cpu", "torch.optim.sgd.SGD")
 assert config.lr_scheduler.num_warmup_steps == 2

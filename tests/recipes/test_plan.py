@@ -98,7 +98,7 @@ def test_training_is_what_it_would_have_been(tmp_path):
         "import sys\n"
         "from torchtune_grpo import GRPO\n"
         "run = GRPO(config='tiny_arithmetic_grpo', output_dir=sys.argv[1], num_steps=2,\n"
-        "           batch_size=4, eval_dataset=None, model_dir='model', dataset_num_samples=64,\n"
+        "           batch_size=4, eval_dataset=None, model_dir='model', dataset={'num_samples': 64},\n"
         "           grpo_samples=4, max_generated_tokens=32)\n"
         "if sys.argv[1] == 'planned':\n"
         "    assert run.plan()['moved'] > 0\n"

@@ -71,9 +71,9 @@ def longest(prompts, completions, gold, **columns):
 
 rows = [{"question": f"{n}+1=", "answer": {"gold": n}} for n in range(8)]
 small = dict(num_steps=1, batch_size=2, grpo_samples=2, max_generated_tokens=4)
-named = dict(dataset_prompt_column="question", dataset_columns={"gold": "answer.gold"})
-given = dict(data=rows, rewards=[longest], output_dir="out", **named, **small)
-with GRPO("tiny_arithmetic_grpo", dataset_prefill="<think>", **given) as run:
+named = dict(prompt_column="question", columns={"gold": "answer.gold"}, prefill="<think>")
+given = dict(data=rows, rewards=[longest], output_dir="out", dataset=named, **small)
+with GRPO("tiny_arithmetic_grpo", **given) as run:
     run.train()
 """
 

@@ -105,7 +105,9 @@ def _mistakes(error: Mapping[str, Any], table: type[Keys], values: Mapping[str, 
     meaning = f" It is: {field.description}" if field is not None and field.description else ""
     if error["type"] == "extra_forbidden":
         return [
-            unknown_key(path, inner, did_you_mean(path, table=table, values=values))
+            f"{path}={shortened(str(inner), 100)}: unknown config key."
+            f"{did_you_mean(path, table=table, values=values)} `torchtune-grpo config` lists the "
+            "keys."
             for path, inner in _leaves(key, value)
         ]
     if error["type"] == "missing":
@@ -125,12 +127,6 @@ def sentence(key: str, value: Any, error: Mapping[str, Any]) -> str:
 
 def _message(error: Mapping[str, Any]) -> str:
     return str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-
-
-def unknown_key(key: str, value: Any, hint: str) -> str:
-    """Return the message about a key that does not exist."""
-    shown = shortened(str(value), 100)
-    return f"{key}={shown}: unknown config key.{hint} `torchtune-grpo config` lists the keys."
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
