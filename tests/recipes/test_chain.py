@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.checkpoint.folder import find_damage
-from torchtune_grpo.checkpoint.model_card import model_card
+from torchtune_grpo.checkpoint.model_card import ModelCard
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 
@@ -114,7 +115,13 @@ def base(tmp_path):
 FILES = {
     *("LICENSE.txt", "README.md", "SHA256SUMS", "additional_chat_templates/tools.jinja"),
     *("chat_template.jinja", "config.json", "generation_config.json", "original/tokenizer.model"),
-    *("run_config.json", "special_tokens.json", "tokenizer.json", "tokenizer.model"),
+    *(
+        "model_card.json",
+        "run_config.json",
+        "special_tokens.json",
+        "tokenizer.json",
+        "tokenizer.model",
+    ),
     *("tokenizer_config.json", "training_state.pt"),
 }
 WHOLE = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
@@ -188,16 +195,17 @@ def test_qloras_card_says_how_to_load_its_policy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "out")
     card = Path("step_000001/README.md").read_text()
     assert "it\nis another policy: use the merged weights" in card
-    config = json.loads(Path("step_000001/run_config.json").read_text())
-    kind = dict(has_weights=False, has_adapter=True, is_quantized=True)
     base = str(tmp_path / "model")
-    code = re.search(r"```python\n(.*?)```", model_card(config, "", 1, base, **kind), re.S)[1]
+    alone = replace(ModelCard.load(Path("step_000001")), has_weights=False)
+    code = re.search(r"```python\n(.*?)```", alone.text(), re.S)[1]
     loaded: dict = {}
     exec(code, loaded)
     merged, naive = logits("step_000001"), logits(base, "step_000001/adapter")
     with torch.no_grad():
         close(loaded["model"](TOKENS).logits, merged)
     assert (naive - merged).abs().max() > 1e-2
+    on_hub = alone.text("me/tiny")
+    assert '"me/tiny", subfolder="adapter"' in on_hub and str(tmp_path) not in on_hub
 
 
 def test_a_run_that_could_not_save_ends_before_its_first_rollout(tmp_path):

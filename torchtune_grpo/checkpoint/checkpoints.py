@@ -20,7 +20,7 @@ from torchtune import config, utils
 
 from torchtune_grpo.checkpoint import folder as files
 from torchtune_grpo.checkpoint import resume
-from torchtune_grpo.checkpoint.model_card import model_card
+from torchtune_grpo.checkpoint.model_card import ModelCard
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine import lock
@@ -254,16 +254,16 @@ class Checkpoints:
                 base_model=self._base_name,
                 hf_config=hf_config_of(self._node),
             )
-        card = model_card(
+        is_quantized = bool(adapter) and bool(model_settings(model)["quantize_base"])
+        ModelCard(
             self._run_config,
             results,
             step,
             self._base_name,
             has_weights=is_whole,
             has_adapter=bool(adapter),
-            is_quantized=bool(adapter) and model_settings(model)["quantize_base"],
-        )
-        (folder / "README.md").write_text(card, encoding="utf-8")
+            is_quantized=is_quantized,
+        ).save(folder)
         with (folder / STATE_FILE).open("wb") as file:
             torch.save({**training_state, "adapter": adapter}, file)
         text = json.dumps(self._run_config, indent=2)

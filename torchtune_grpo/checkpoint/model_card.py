@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder
+from torchtune_grpo.checkpoint.resume import HIDDEN
+
+CARD_FILE = "model_card.json"
 
 # Keys of the config that a reader wants to know; each stands for all keys below it.
 _KEYS = (
@@ -38,25 +43,22 @@ Trained by reinforcement learning from verifiable rewards
 {more}
 ## How it was trained
 
-`run_config.json` has all keys.
-
-```yaml
+{note}```yaml
 {config}
 ```
 """
 _WHOLE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
+model = AutoModelForCausalLM.from_pretrained({place})
+tokenizer = AutoTokenizer.from_pretrained({place})"""
 _ADAPTER = """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 base = AutoModelForCausalLM.from_pretrained("{base}")
-{quantize}model = PeftModel.from_pretrained(base, "{folder}/adapter")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")"""
-
+{quantize}model = PeftModel.from_pretrained(base, {adapter})
+tokenizer = AutoTokenizer.from_pretrained({place})"""
 _QUANTIZE = """\
 base = base.to(torch.{dtype})
 for module in base.model.layers.modules():
@@ -69,46 +71,85 @@ _OF_QUANTIZED = """\
 is another policy: use the merged weights."""
 
 
-def model_card(
-    config: Mapping[str, Any],
-    results: str,
-    step: int,
-    base: str,
-    *,
-    has_weights: bool,
-    has_adapter: bool,
-    is_quantized: bool,
-) -> str:
-    """Return a card's text, given a config by dotted key and what training has changed.
+@dataclass(frozen=True)
+class ModelCard:
+    """What a card says; a checkpoint keeps it, so that the card can be written for another place.
 
     ``base`` is the base model's name on the hub, or an absolute path. A checkpoint has merged
     weights, or an adapter in PEFT's format, or both; the adapter's base may be quantized.
     """
-    shown = {
-        key: config[key]
-        for name in _KEYS
-        for key in config
-        if f"{key}.".startswith(f"{name}.") and "/" not in key  # a file's digest
-    }
-    folder = checkpoint_folder(Path(), step)
-    has_start = any(key.startswith("adapter_dir.") for key in config)
-    quantize = ""
-    if is_quantized:
-        dtype = "float32" if config["dtype"] == "fp32" else "bfloat16"
-        quantize = _QUANTIZE.format(dtype=dtype)
-    code = (_WHOLE if has_weights else _ADAPTER).format(folder=folder, base=base, quantize=quantize)
-    if quantize and not has_weights:
-        code = f"import torch\nfrom torchao.dtypes.nf4tensor import to_nf4\n{code}"
-    more = (_OF_QUANTIZED if is_quantized else _SAME).format(base=base)
-    return _HEAD.format(
-        library="transformers" if has_weights else "peft",
-        base_model="" if base.startswith("/") else f"base_model: {base}\n",  # the hub takes no path
-        title=base.rpartition("/")[2],
-        base=base,
-        steps="1 step" if step == 1 else f"{step} steps",
-        start="Training began from an adapter of it, `adapter_dir` below. " if has_start else "",
-        results=results,
-        code=code,
-        more=f"\n{more}\n" if has_weights and has_adapter else "",
-        config="\n".join(f"{key}: {value}" for key, value in shown.items()),
-    )
+
+    config: Mapping[str, Any]  # by dotted key
+    results: str  # what training has changed
+    step: int
+    base: str
+    has_weights: bool
+    has_adapter: bool
+    is_quantized: bool
+
+    @classmethod
+    def load(cls, checkpoint: Path) -> ModelCard:
+        return cls(**json.loads((checkpoint / CARD_FILE).read_text(encoding="utf-8")))
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the card, and what it is made from."""
+        text = json.dumps(asdict(self), indent=1)
+        (checkpoint / CARD_FILE).write_text(text, encoding="utf-8")
+        (checkpoint / "README.md").write_text(self.text(), encoding="utf-8")
+
+    @property
+    def public_base(self) -> str:
+        """The base model's name; of a local one, that of its folder."""
+        return Path(self.base).name if self.is_local else self.base
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the base model has no name on the hub."""
+        return self.base.startswith("/")
+
+    def text(self, repo: str | None = None) -> str:
+        """Return the card for its folder or, without secrets and local paths, for the hub."""
+        folder = str(checkpoint_folder(Path(), self.step))
+        place, adapter = f'"{folder}"', f'"{folder}/adapter"'
+        if repo is not None:
+            place, adapter = f'"{repo}"', f'"{repo}", subfolder="adapter"'
+        base = self.base if repo is None else self.public_base
+        has_start = any(key.startswith("adapter_dir.") for key in self.config)
+        more = (_OF_QUANTIZED if self.is_quantized else _SAME).format(base=base)
+        return _HEAD.format(
+            library="transformers" if self.has_weights else "peft",
+            base_model="" if self.is_local else f"base_model: {base}\n",  # the hub takes no path
+            title=base.rpartition("/")[2],
+            base=base,
+            steps="1 step" if self.step == 1 else f"{self.step} steps",
+            start="Training began from an adapter of it, `adapter_dir` below. "
+            if has_start
+            else "",
+            results=self.results,
+            code=self._code(base, place, adapter),
+            more=f"\n{more}\n" if self.has_weights and self.has_adapter else "",
+            note="`run_config.json` has all keys.\n\n" if repo is None else "",
+            config="\n".join(self._keys(is_public=repo is not None)),
+        )
+
+    def _code(self, base: str, place: str, adapter: str) -> str:
+        """Return the lines that load it."""
+        if self.has_weights:
+            return _WHOLE.format(place=place)
+        quantize, imports = "", ""
+        if self.is_quantized:
+            dtype = "float32" if self.config["dtype"] == "fp32" else "bfloat16"
+            quantize = _QUANTIZE.format(dtype=dtype)
+            imports = "import torch\nfrom torchao.dtypes.nf4tensor import to_nf4\n"
+        return imports + _ADAPTER.format(place=place, adapter=adapter, base=base, quantize=quantize)
+
+    def _keys(self, *, is_public: bool) -> Iterator[str]:
+        """Yield the lines of the config that it shows."""
+        for name in _KEYS:
+            for key, value in self.config.items():
+                is_shown = f"{key}.".startswith(f"{name}.") and "/" not in key  # a file's digest
+                if is_public and isinstance(value, str):
+                    is_shown &= not value.startswith(HIDDEN)
+                    value = Path(value).name if value.startswith("/") else value
+                if is_shown:
+                    yield f"{key}: {value}"

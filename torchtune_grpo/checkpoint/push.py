@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
+import json
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from torchtune import utils
 
 from torchtune_grpo.checkpoint import folder as files
+from torchtune_grpo.checkpoint.model_card import CARD_FILE, ModelCard
 from torchtune_grpo.checkpoint.resume import OF_A_MODEL
 from torchtune_grpo.config.text import describe
 
@@ -41,18 +42,22 @@ def push(run: Path, name: str, *, checkpoint: str | None = None, private: bool =
         raise ValueError(f"--checkpoint={checkpoint}: is not in {run}, which has {there}.")
     if damage := files.find_damage(folder):
         raise ValueError(f"{folder} cannot be used: {damage}.")
-    paths = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
-    base = re.search("Base model: `(.*?)`", (folder / "README.md").read_text(encoding="utf-8"))
-    if base is not None and base[1] != _public(base[1]) and not any(folder.glob("*model*.*")):
+    if not (folder / CARD_FILE).is_file():
+        raise ValueError(f"{folder}: is of an earlier version, which can push it.")
+    card = ModelCard.load(folder)
+    if card.is_local and not card.has_weights:
         raise ValueError(
             f"{folder}: has only an adapter, and its base model has no name on the hub."
         )
     added = []
-    for path in paths:
+    for path in sorted({path for pattern in _FILES for path in folder.glob(pattern)}):
         content: Path | bytes = path
-        if base is not None and path.name in ("README.md", "adapter_config.json"):
-            text = path.read_text(encoding="utf-8").replace(base[1], _public(base[1]))
-            content = (_card(text, folder.name, name) if path.suffix == ".md" else text).encode()
+        if path.name == "README.md":
+            content = card.text(name).encode()
+        elif path.name == "adapter_config.json":
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings["base_model_name_or_path"] = card.public_base
+            content = json.dumps(settings, indent=2).encode()
         added.append(CommitOperationAdd(str(path.relative_to(folder)), content))
     api = HfApi()
     try:
@@ -68,21 +73,6 @@ def check_login(name: str) -> None:
     """Raise a ValueError if this process could not write to the hub."""
     if get_token() is None:
         raise ValueError(f"{name}: run `hf auth login`, or set HF_TOKEN.")
-
-
-def _public(base: str) -> str:
-    """Return a base model's name; of a local one, that of its folder."""
-    return Path(base).name if base.startswith("/") else base
-
-
-def _card(text: str, folder: str, name: str) -> str:
-    """Return a card that is true on the hub, without local folders and digests of secrets."""
-    text = text.replace(f'"{folder}/adapter"', f'"{name}", subfolder="adapter"')
-    text = text.replace(f'"{folder}"', f'"{name}"').replace(
-        "`run_config.json` has all keys.\n\n", ""
-    )
-    text = re.sub(r"^\S+: \.\.\. \(sha256 .*\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"^(\S+: )/.*/", r"\1", text, flags=re.MULTILINE)
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ OF_A_MODEL = (
     *("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
 )
+HIDDEN = "... (sha256 "  # begins the digest of a secret
 _FROM_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the config's lr
 
 
@@ -105,7 +106,7 @@ def _hidden(key: str, value: Any) -> Any:
     """Return a value, or for a secret its digest, which shows whether it has changed."""
     if not is_secret(key, value):
         return value
-    return f"... (sha256 {hashlib.sha256(value.encode()).hexdigest()[:16]})"
+    return f"{HIDDEN}{hashlib.sha256(value.encode()).hexdigest()[:16]})"
 
 
 def _identity(key: str, value: Any) -> dict[str, Any]:
