@@ -95,6 +95,7 @@ def play(
     max_tokens: int = 2000,
     chat: bool = True,
     rewards: Sequence[Any] = (),
+    seed: int = 0,
     **settings: Any,
 ) -> tuple[Trajectory, Any]:
     """Play the scripts against environments: the trajectory, and its rewards if there are any.
@@ -123,7 +124,7 @@ def play(
         group_size=group_size or len(scripts) // len(dataset),
         params=SamplingParams(max_generated_tokens=max_tokens),
         prefill=dataset.prefill,
-        seed=0,
+        seed=seed,
         step=0,
         environment=environment,
     )

@@ -102,18 +102,14 @@ class Adapter:
     ) -> None:
         self.environment, self._tools, self._wait = environment, tools, wait
 
-    def reset(self, row: Mapping[str, Any], seed: int, group_seed: int) -> str | None:
-        """Begin a conversation about a row; return what is added to its prompt.
-
-        What ``reset`` draws at random is the same for the members of a group.
-        """
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        """Begin a conversation about a row; return what is added to its prompt."""
         if self.environment is None:
             return None
         reset = self.environment.reset
         with naming("reset", reset):
-            seed_generators(group_seed)
-            seen = observation_of(self._wait(reset(**reset_arguments(reset, row, group_seed))))
             seed_generators(seed)
+            seen = observation_of(self._wait(reset(**reset_arguments(reset, row, seed))))
             return None if seen is None else text_of(seen)
 
     def answer(self, turn: Turn) -> Reply:

@@ -62,16 +62,17 @@ class Conversations:
     """The conversations of N = B*G rows, which reply to an engine as its ``Turns``.
 
     ``row_limit`` bounds the tokens of a response, ``max_sampled`` those of it that are sampled.
-    ``seeds`` [N] are those of what the environments draw at random. Sessions work side by side;
-    what they answer is encoded in the engine's thread.
+    ``seeds`` [B] are those of what the environments draw at random, the same for a prompt's rows.
+    Sessions work side by side; what they answer is encoded in the engine's thread.
     """
 
     def __init__(
         self,
         environment: Environment,
         prompts: PromptBatch,
-        seeds: Sequence[int],
+        group_size: int,
         *,
+        seeds: Sequence[int],
         max_sampled: int,
         decode: Callable[[Sequence[int]], str],
         stop_tokens: Sequence[int],
@@ -83,8 +84,7 @@ class Conversations:
         self._decode, self._stop_tokens, self._prefill = decode, {*stop_tokens}, prefill
         self._done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
         self._over: list[int] = []
-        group_size = len(seeds) // len(prompts.prompts)
-        self._rows = self._begin(prompts, seeds, group_size)
+        self._rows = self._begin(prompts, group_size, seeds)
         groups = [self._rows[i : i + group_size] for i in range(0, len(self._rows), group_size)]
         is_shared = all(row.tokens == group[0].tokens for group in groups for row in group)
         # One prompt for each group, unless environments say different things to its rows.
@@ -98,20 +98,18 @@ class Conversations:
 
     # --- The beginning ---------------------------------------------------------------------------
 
-    def _begin(self, prompts: PromptBatch, seeds: Sequence[int], group_size: int) -> list[_Row]:
+    def _begin(self, prompts: PromptBatch, group_size: int, seeds: Sequence[int]) -> list[_Row]:
         """Reset a session for each row, all side by side, and encode what it says."""
         environment, started = self._environment, []
-        for row, seed in enumerate(seeds):
-            number = row // group_size
+        for number, prompt in enumerate(prompts.prompts):
             columns = {name: values[number] for name, values in prompts.columns.items()}
-            session = environment.kind_of(columns).session()
-            given = environment.reset_row(columns, prompts.prompts[number])
-            group_seed = seeds[number * group_size]
-            started.append((session, in_thread(session.reset, given, seed, group_seed)))
+            for _ in range(group_size):
+                session = environment.kind_of(columns).session()
+                row = environment.reset_row(columns, prompt)
+                started.append((number, session, in_thread(session.reset, row, seeds[number])))
         rows = []
-        for row, (session, work) in enumerate(started):
-            prompt = prompts.prompts[row // group_size]
-            tokens = prompts.tokens[row // group_size]
+        for number, session, work in started:
+            prompt, tokens = prompts.prompts[number], prompts.tokens[number]
             if not isinstance(prompt, PromptText):
                 prompt = environment.encoder.text(prompt)
             at = _Row(session, prompt, tokens, 0.0 if session.kind.adds_rewards else None)

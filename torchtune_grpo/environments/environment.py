@@ -91,7 +91,7 @@ class Environment:
         for is_second in (False, True):
             sessions.append(kind.session())
             try:
-                sessions[-1].reset(self.reset_row(columns, prompt), 0, 0)
+                sessions[-1].reset(self.reset_row(columns, prompt), 0)
             except Exception as error:
                 kind.close()
                 count, remedy = "a session", "correct it, or its arguments."

@@ -91,9 +91,12 @@ class Session:
             return self.host.environment
         return None if self.kind.recipe.component is None else StandIn(self.host)
 
-    def reset(self, row: Mapping[str, Any], seed: int, group_seed: int) -> str | None:
-        """Begin a conversation about a row of the data; return what is added to its prompt."""
-        seen: str | None = self.host.call("reset", row, seed, group_seed)
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        """Begin a conversation about a row of the data; return what is added to its prompt.
+
+        What is drawn at random until the next one depends on the seed.
+        """
+        seen: str | None = self.host.call("reset", row, seed)
         return seen
 
     def answer(self, turn: Turn) -> Reply:

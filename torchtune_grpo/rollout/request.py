@@ -238,7 +238,8 @@ def sample_groups(
         talks = Conversations(
             environment,
             prompts,
-            [key % 2**31 for key in keys.tolist()],  # all generators take such a seed
+            group_size,
+            seeds=[key % 2**31 for key in keys[::group_size].tolist()],  # all generators take it
             max_sampled=params.max_generated_tokens,
             decode=decode,
             stop_tokens=stop_tokens,

@@ -1,0 +1,295 @@
+"""Environments and tools as people write them, for processes that import them; they import little."""
+
+import asyncio
+import contextlib
+import io
+import os
+import random
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from decimal import Decimal
+from pathlib import Path
+
+# --- Tools -----------------------------------------------------------------------------------
+
+
+def run_python(code: str) -> str:
+    """
+    Runs Python code, and returns what it prints.
+
+    Args:
+        code: The code.
+    """
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for line in code.split(";"):
+            exec(line)
+            time.sleep(0.02)  # others' turn
+    return printed.getvalue()
+
+
+class Timeout(Exception):
+    """As in TRL's example of an agent."""
+
+
+def run_with_limit(code: str) -> str:
+    """
+    Runs Python code for a second at most, as the agent of TRL's examples does.
+
+    Args:
+        code: The code.
+    """
+
+    def handler(number, frame):
+        raise Timeout("time is over")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        known = {}
+        exec(code, known)
+        return str(known["result"])
+    except Timeout as error:
+        return str(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def meet(folder: str, name: str) -> str:
+    """
+    Waits for the others.
+
+    Args:
+        folder: Where.
+        name: One's own name.
+    """
+    Path(folder, name).touch()
+    while len(os.listdir(folder)) < 6:
+        time.sleep(0.005)
+    return "met"
+
+
+# --- Environments ----------------------------------------------------------------------------
+
+
+class Database:
+    """A client of sqlite, whose connections work in the thread that made them."""
+
+    def __init__(self):
+        self.connection = sqlite3.connect(":memory:")
+        self.connection.execute("create table books (title text, year int)")
+
+    def reset(self, **row):
+        self.connection.execute("delete from books")
+        self.connection.execute("insert into books values ('Emma', 1815), ('Persuasion', 1817)")
+        self.found = 0
+
+    def query(self, sql: str) -> list:
+        """
+        Queries the database.
+
+        Args:
+            sql: The query.
+        """
+        rows = self.connection.execute(sql).fetchall()
+        self.found += len(rows)
+        return rows
+
+    def get_reward(self) -> float:
+        return self.found / self.connection.execute("select count(*) from books").fetchone()[0]
+
+
+class OfItsThread:
+    """Keeps what belongs to a thread, or is global, from one call to the next."""
+
+    def __init__(self):
+        self.local = threading.local()
+
+    def reset(self, **row):
+        self.local.steps = 0
+        random.seed(7)
+
+    def step(self, text):
+        self.local.steps += 1
+        drawn = random.random()
+        expected = random.Random(7)
+        for _ in range(self.local.steps - 1):
+            expected.random()
+        is_right = drawn == expected.random()
+        return f"{self.local.steps}", float(is_right), self.local.steps == 2
+
+
+class OldLoop:
+    """Runs coroutines as was usual before Python 3.10."""
+
+    def reset(self, **row):
+        pass
+
+    def step(self, text):
+        asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
+        return None, 1.0, True
+
+
+class Greedy:
+    """Takes what it is given for itself."""
+
+    def reset(self, deck, **row):
+        self.hand = [deck.pop(), deck.pop()]
+
+    def step(self, text):
+        return None, float(sum(self.hand)), True
+
+
+class Scored:
+    """Has attributes for rewards to look at."""
+
+    def reset(self, **row):
+        self.score, self.done, self.seen = 3, False, {"a": {1, 2}, "b": Decimal("0.5")}
+        self.lock = threading.Lock()
+
+    def add(self, more: int) -> int:
+        """
+        Adds to the score.
+
+        Args:
+            more: How much.
+        """
+        self.score += more
+        return self.score
+
+    async def later(self) -> int:
+        """Returns the score, but not at once."""
+        await asyncio.sleep(0)
+        return self.score
+
+
+class Drawn:
+    """Draws its task and its answers at random."""
+
+    def __init__(self):
+        self.made = random.random()
+
+    def reset(self, **row):
+        self.task = random.randrange(10**9)
+        return f" {self.task}"
+
+    def step(self, text):
+        return f"{random.randrange(10**9)}", random.random() + hash(text) % 7, False
+
+
+class Seeded:
+    """Takes a seed, as gymnasium's do."""
+
+    def reset(self, *, seed=None, options=None):
+        return f" {seed}", {}
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+
+class Bad:
+    """Fails, as its row says, at some moment; `hang` needs a time limit."""
+
+    def __init__(self):
+        self.how, self.when = "fine", "-"
+
+    def reset(self, how, when, **row):
+        self.how, self.when = how, when
+        self.behave("reset")
+
+    def step(self, text):
+        self.behave("step")
+        return None, 1.0, True
+
+    def get_reward(self):
+        self.behave("get_reward")
+        return 1.0
+
+    def behave(self, now):
+        if now == self.when:
+            match self.how:
+                case "raise":
+                    raise KeyError("state")
+                case "exit":
+                    sys.exit(3)
+                case "die":
+                    os._exit(3)
+                case "hang":
+                    time.sleep(10_000)
+                case "block":
+                    re.match(r"(a+)+$", "a" * 60 + "b")  # holds Python's lock
+
+
+class NeverMade:
+    def __init__(self, folder):
+        Path(folder, str(os.getpid())).touch()
+        if len(os.listdir(folder)) > 2:
+            raise ConnectionError("no more of these")
+
+    def reset(self, **row):
+        pass
+
+    def step(self, text):
+        return None, 1.0, True
+
+
+class Logged:
+    """Starts a process, and notes in a file when it is closed; it may take long to close."""
+
+    def __init__(self, folder, seconds=0.0):
+        self.folder, self.seconds = folder, seconds
+        self.child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        Path(folder, f"child-{self.child.pid}").touch()
+
+    def reset(self, **row):
+        pass
+
+    def step(self, text):
+        Path(self.folder, "step").touch()
+        return None, 0.5, True
+
+    def close(self):
+        time.sleep(self.seconds)
+        Path(self.folder, f"closed-{self.child.pid}").touch()
+
+
+class Two(OfItsThread):
+    def step(self, text):
+        return True, {}
+
+
+class Four(OfItsThread):
+    def step(self, text):
+        return "more", 0.25, len(text) > 1, {}
+
+
+class Nothing(OfItsThread):
+    def step(self, text):
+        return {"observations": [], "reward": 0.5, "done": len(text) > 1}
+
+
+class TrlStep:
+    """TRL's protocol, with a tool that is called step."""
+
+    def reset(self, **row):
+        self.at = 0
+
+    def step(self, direction: str) -> str:
+        """
+        Takes a step.
+
+        Args:
+            direction: Where to.
+        """
+        self.at += 1
+        return f"{direction} {self.at}"
+
+    def reset_score(self) -> str:
+        """Resets the score."""
+        return "0"

@@ -1,0 +1,349 @@
+"""Environments as people write them, in processes of their own and in threads of this one."""
+
+import asyncio
+import os
+import random
+import time
+
+import hosted
+import psutil
+import pytest
+from conversations import END, play
+from hf_tokenizers import write_tokenizer
+from test_environments import call
+
+from torchtune_grpo.config.keys import EnvironmentConfig
+from torchtune_grpo.config.text import ConfigError
+from torchtune_grpo.environments.environment import make_kinds
+from torchtune_grpo.models import hf_tokenizer
+from torchtune_grpo.rewards import Reward
+
+HI = {"prompt": [{"role": "user", "content": "Hi"}]}
+TALK = ["Yes" + END] * 9
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return hf_tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("qwen"), "qwen2_5")))
+
+
+def use(tool, **arguments):
+    """A turn that calls a tool."""
+    return call(tool, **arguments) + END
+
+
+def results(talk):
+    return [turn["content"] for turn in talk.messages if turn["role"] == "tool"]
+
+
+def node(name, isolation, **arguments):
+    """An environment of hosted.py, by its path or itself."""
+    keys = {"_component_": f"hosted.{name}", **arguments}
+    return keys if isolation else keys | {"isolation": None}
+
+
+BOTH = pytest.mark.parametrize("isolation", ["process", None])
+
+
+# --- What works in a script ------------------------------------------------------------------
+
+
+@BOTH
+def test_tools_that_redirect_stdout_print_into_their_own_answers(isolation, qwen):
+    codes = [f"print({n});print({n} + 1)" for n in range(8)]
+    talks = [[use("run_python", code=code), "So." + END] for code in codes]
+    rows, _ = play(qwen, talks, tools=["hosted.run_python"], isolation=isolation)
+    found = [results(talk) for talk in rows.completions]
+    assert found == [[f"{n}\n{n + 1}\n"] for n in range(8)]
+
+
+@pytest.mark.slow
+def test_a_tool_with_a_limit_by_sigalrm(qwen):
+    codes = ["result = 6 * 7", "while True: pass", "result = sum(range(10))"] * 2
+    talks = [[use("run_with_limit", code=code), "So." + END] for code in codes]
+    rows, _ = play(qwen, talks, tools=["hosted.run_with_limit"])
+    found = [results(talk)[0] for talk in rows.completions]
+    assert found == ["42", "time is over", "45"] * 2
+
+
+@BOTH
+def test_a_client_of_sqlite_keeps_its_connection(isolation, qwen):
+    queries = ["select title from books where year > 1816", "select * from books", "select"]
+    talks = [[use("query", sql=sql), "So." + END] for sql in queries]
+    rows, scores = play(qwen, talks, **node("Database", isolation))
+    found = [results(talk)[0] for talk in rows.completions]
+    assert found[:2] == ["[('Persuasion',)]", "[('Emma', 1815), ('Persuasion', 1817)]"]
+    assert "incomplete input" in found[2]
+    assert scores.of("Database").tolist() == [0.5, 1, 0]
+
+
+@BOTH
+def test_what_belongs_to_a_thread_and_what_is_global_stay_from_call_to_call(isolation, qwen):
+    before = random.getstate()
+    _, scores = play(qwen, [TALK] * 8, **node("OfItsThread", isolation))
+    assert scores.of("OfItsThread").tolist() == [2] * 8
+    assert random.getstate() == before
+
+
+def test_a_process_has_an_event_loop(qwen):
+    _, scores = play(qwen, [TALK], **node("OldLoop", "process"))
+    assert scores.of("OldLoop").tolist() == [1]
+
+
+def test_tools_in_processes_run_side_by_side(qwen, tmp_path):
+    talks = [[use("meet", folder=str(tmp_path), name=name), "So." + END] for name in "abcdef"]
+    rows, _ = play(qwen, talks, tools=["hosted.meet"])
+    assert [results(talk) for talk in rows.completions] == [["met"]] * 6
+
+
+def test_async_tools_in_threads_run_side_by_side_and_sync_ones_do_not(qwen):
+    here, most = set(), [0, 0]
+
+    async def wait_for_all(name: str) -> str:
+        """
+        Waits for the others.
+
+        Args:
+            name: One's own name.
+        """
+        here.add(name)
+        while len(here) < 6:
+            await asyncio.sleep(0.001)
+        return "met"
+
+    def be_alone(name: str) -> str:
+        """
+        Counts who else is in it.
+
+        Args:
+            name: One's own name.
+        """
+        most[0] += 1
+        time.sleep(0.01)
+        most[1] = max(most)
+        most[0] -= 1
+        return "alone"
+
+    turns = [[use("wait_for_all", name=n), use("be_alone", name=n), "." + END] for n in "abcdef"]
+    rows, _ = play(qwen, turns, tools=[wait_for_all, be_alone])
+    assert [results(talk) for talk in rows.completions] == [["met", "alone"]] * 6
+    assert most == [0, 1]
+
+
+@BOTH
+def test_a_row_is_handed_over_in_copies(isolation, qwen):
+    rows = [HI | {"deck": [1, 2, 3, 4]}]
+    decks = []
+
+    def reward(deck, **columns):
+        decks.extend(map(list, deck))
+        return [0.0] * len(deck)
+
+    _, scores = play(
+        qwen, [TALK] * 3, rows=rows, rewards=[Reward("decks", reward)], **node("Greedy", isolation)
+    )
+    assert scores.of("Greedy").tolist() == [7] * 3
+    assert decks == [[1, 2, 3, 4]] * 3 and rows[0]["deck"] == [1, 2, 3, 4]
+
+
+@BOTH
+def test_rewards_get_methods_and_the_values_of_attributes(isolation, qwen):
+    async def reward(environments, **columns):
+        (each,) = environments
+        assert (each.score, each.done, each.seen["a"], str(each.seen["b"])) == (
+            4,
+            False,
+            {1, 2},
+            "0.5",
+        )
+        assert not hasattr(each, "scoer") and getattr(each, "scoer", None) is None
+        with pytest.raises(AttributeError, match="'Scored' object has no attribute 'scoer'"):
+            _ = each.scoer
+        if isolation:
+            with pytest.raises(TypeError, match="lock is a lock, .*isolation=null"):
+                _ = each.lock
+        assert each.add(more=5) == 9 and await each.later() == 9
+        return [float(each.score)]
+
+    rewards = [Reward("reward", reward)]
+    talks = [[use("add", more=1), "So." + END]]
+    _, scores = play(qwen, talks, rewards=rewards, **node("Scored", isolation))
+    assert scores.of("reward").tolist() == [9]
+
+
+# --- Seeds -----------------------------------------------------------------------------------
+
+
+@BOTH
+def test_what_is_drawn_at_random_repeats_itself_and_is_the_same_task_for_a_group(isolation, qwen):
+    talks = [[f"{n}" + END] * 2 for n in range(4)]
+
+    def draw(seed=0):
+        rows, scores = play(
+            qwen, talks, rows=[HI, HI], max_turns=2, seed=seed, **node("Drawn", isolation)
+        )
+        said = [talk.messages[1]["content"] for talk in rows.completions]
+        return [str(prompt) for prompt in rows.prompts], said, scores.of("Drawn").tolist()
+
+    prompts, said, rewards = draw()
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    assert said[0] == said[1] != said[2] == said[3]
+    assert len({*rewards}) > 1
+    assert draw() == (prompts, said, rewards) != draw(seed=1)
+
+
+@BOTH
+def test_reset_gets_a_seed_that_its_group_shares(isolation, qwen):
+    rows, _ = play(qwen, [TALK] * 4, rows=[HI, HI], **node("Seeded", isolation))
+    seeds = [int(prompt.removeprefix("Hi ")) for prompt in rows.prompts]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3] and all(0 <= n < 2**31 for n in seeds)
+
+
+# --- What fails costs its row ----------------------------------------------------------------
+
+
+def bad_rows(ways, moments):
+    return [HI | {"how": how, "when": when} for when in moments for how in ways]
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_failure_at_any_moment_costs_its_row_alone(isolation, qwen):
+    ways = ["raise", "exit", "hang", *(["die", "block"] if isolation else [])]
+    rows = [*bad_rows(ways, ["reset", "step", "get_reward"]), HI | {"how": "fine", "when": "-"}]
+    kept = Reward("kept", lambda completions, **columns: [1.0] * len(completions))
+    found, scores = play(
+        qwen, [TALK] * len(rows), rows=rows, rewards=[kept], timeout=1.5, **node("Bad", isolation)
+    )
+    ends = [talk.ended for talk in found.completions]
+    assert ends == ["tool_failed"] * (len(rows) - 1) + ["done"]
+    assert scores.of("Bad").isnan().tolist() == [True] * (len(rows) - 1) + [False]
+    errors = [talk.error for talk in found.completions]
+    assert errors[-1] is None
+    line = 1 + open(hosted.__file__).read().split("\n").index(
+        '                    raise KeyError("state")'
+    )
+    raised = f"environment Bad: step() raised KeyError: 'state' (hosted.py:{line})"
+    assert errors[len(ways)] == raised and "no answer within 1.5 s" in errors[len(ways) + 2]
+    assert all(talk.messages for talk in found.completions)
+
+
+def test_a_constructor_that_fails_costs_its_row(qwen, tmp_path):
+    found, scores = play(qwen, [TALK] * 4, **node("NeverMade", "process", folder=str(tmp_path)))
+    assert sorted(talk.ended for talk in found.completions) == ["done"] * 2 + ["tool_failed"] * 2
+    assert any("no more of these (hosted.py:" in (talk.error or "") for talk in found.completions)
+
+
+@BOTH
+def test_if_all_fail_the_rollout_ends_with_the_error_and_its_line(isolation, qwen):
+    rows = bad_rows(["raise"], ["reset", "step"])
+    with pytest.raises(
+        ValueError, match=r"All 4 conv.* reset\(\) raised KeyError: 'state' \(hosted.py:\d+\)"
+    ):
+        play(qwen, [TALK] * 4, rows=rows, **node("Bad", isolation))
+
+
+def test_wrong_moves_and_prompts_that_do_not_fit_end_no_run(qwen):
+    rows, _ = play(qwen, [[use("nothing"), "." + END]], tools=["hosted.meet"])
+    assert rows.completions[0].failed_calls == 1
+    rows, _ = play(qwen, [TALK], max_response_tokens=7990, **node("Seeded", "process"))
+    assert (rows.completions[0].ended, rows.completions[0].error) == ("tool_failed", None)
+
+
+@pytest.mark.slow
+def test_importing_does_not_count_as_a_calls_time(qwen):
+    rows, scores = play(qwen, [TALK] * 2, _component_="hosted_slowly.Slow", timeout=1.0)
+    assert scores.of("Slow").tolist() == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_thousand_rows_have_a_process_each(qwen):
+    _, scores = play(qwen, [TALK] * 1000, **node("OldLoop", "process"))
+    assert scores.of("OldLoop").tolist() == [1] * 1000
+
+
+# --- Forms and names -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["message", "inline"])
+def test_gyms_four_values_and_empty_lists_are_read(form, qwen):
+    talk = ["a" + END, "bc" + END] if form == "message" else ["a", "bc"]
+    for name, reward in (("Four", 0.5), ("Nothing", 1.0)):
+        rows, scores = play(qwen, [talk], form=form, **node(name, "process"))
+        assert scores.of(name).tolist() == [reward] and rows.completions[0].ended == "done"
+
+
+def test_two_values_of_step_are_refused_with_their_place(qwen):
+    with pytest.raises(ValueError, match=r"step\(\) raised .* 2 values; return .*hosted.py"):
+        play(qwen, [TALK], **node("Two", "process"))
+
+
+def reset() -> str:
+    """Resets."""
+    return "a tool"
+
+
+def get_reward() -> str:
+    """Gets a reward."""
+    return "another"
+
+
+def test_tools_may_be_called_as_an_environments_own_methods(qwen):
+    talks = [[use("reset"), use("get_reward"), "." + END]]
+    rows, _ = play(qwen, talks, tools=[reset, get_reward])
+    assert results(rows.completions[0]) == ["a tool", "another"]
+    rows, _ = play(qwen, [[use("step", direction="up"), "." + END]], **node("TrlStep", "process"))
+    assert results(rows.completions[0]) == ["up 1"]
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"tools\[1\]=hosted.meet: hosted.meet is called meet, too"
+    ):
+        make_kinds(EnvironmentConfig(), ["hosted.meet", "hosted.meet"])
+    add = type("add", (), {})  # noqa: F841
+    with pytest.raises(ConfigError, match="and a method of hosted.Scored are both called add"):
+        make_kinds(
+            EnvironmentConfig(_component_="hosted.Scored"),
+            ["operator.add"],
+            {"tools.0": hosted_add},
+        )
+
+
+def hosted_add(more: int) -> int:
+    """
+    Adds.
+
+    Args:
+        more: How much.
+    """
+    return more
+
+
+hosted_add.__name__ = "add"
+
+
+# --- The end ---------------------------------------------------------------------------------
+
+
+@BOTH
+def test_close_is_called_and_what_was_started_ends_with_it(isolation, qwen, tmp_path):
+    play(qwen, [TALK] * 4, **node("Logged", isolation, folder=str(tmp_path)))
+    names = sorted(os.listdir(tmp_path))
+    children = [int(name.partition("-")[2]) for name in names if name.startswith("child")]
+    assert len(children) == 4 and {f"closed-{child}" for child in children} <= {*names}
+    if isolation:
+        assert not any(map(psutil.pid_exists, children))
+    else:
+        for child in children:
+            psutil.Process(child).kill()
+
+
+@pytest.mark.slow
+def test_close_has_five_seconds(qwen, tmp_path):
+    begun = time.monotonic()
+    keys = node("Logged", "process", folder=str(tmp_path), seconds=1000.0)
+    play(qwen, [TALK] * 4, **keys)
+    assert time.monotonic() - begun < 20
+    children = [int(name.partition("-")[2]) for name in os.listdir(tmp_path) if "child" in name]
+    assert len(children) == 4 and not any(map(psutil.pid_exists, children))
