@@ -1,4 +1,4 @@
-"""Environments and tools as people write them, for processes that import them; they import little."""
+"""Environments and tools as people write them, which other processes import."""
 
 import asyncio
 import contextlib

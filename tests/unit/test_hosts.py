@@ -217,7 +217,8 @@ def test_a_failure_at_any_moment_costs_its_row_alone(isolation, qwen):
     )
     ends = [talk.ended for talk in found.completions]
     assert ends == ["tool_failed"] * (len(rows) - 1) + ["done"]
-    assert scores.of("Bad").isnan().tolist() == [True] * (len(rows) - 1) + [False]
+    for name in ("Bad", "kept"):
+        assert scores.of(name).isnan().tolist() == [True] * (len(rows) - 1) + [False]
     errors = [talk.error for talk in found.completions]
     assert errors[-1] is None
     line = 1 + open(hosted.__file__).read().split("\n").index(
@@ -266,11 +267,19 @@ def test_a_thousand_rows_have_a_process_each(qwen):
 
 
 @pytest.mark.parametrize("form", ["message", "inline"])
-def test_gyms_four_values_and_empty_lists_are_read(form, qwen):
+def test_gyms_four_values_are_read(form, qwen):
     talk = ["a" + END, "bc" + END] if form == "message" else ["a", "bc"]
-    for name, reward in (("Four", 0.5), ("Nothing", 1.0)):
-        rows, scores = play(qwen, [talk], form=form, **node(name, "process"))
-        assert scores.of(name).tolist() == [reward] and rows.completions[0].ended == "done"
+    rows, scores = play(qwen, [talk], form=form, **node("Four", "process"))
+    assert scores.of("Four").tolist() == [0.5] and rows.completions[0].ended == "done"
+
+
+def test_an_empty_list_is_an_empty_observation(qwen):
+    nothing = node("Nothing", "process")
+    rows, scores = play(qwen, [["a" + END, "bc" + END]], **nothing)
+    assert scores.of("Nothing").tolist() == [1] and rows.completions[0].ended == "done"
+    rows, scores = play(qwen, [["a", "bc"]], form="inline", **nothing)
+    assert scores.of("Nothing").tolist() == [0.5] and rows.completions[0].ended == "answered"
+    assert rows.completions == ["a"]
 
 
 def test_two_values_of_step_are_refused_with_their_place(qwen):

@@ -82,6 +82,11 @@ class Conversation(str):
         conversation.messages, conversation.ended = messages, ended
         return conversation
 
+    @property
+    def failed(self) -> bool:
+        """Whether its environment did, so that no reward applies."""
+        return self.ended == "tool_failed"
+
     def __reduce__(self) -> Any:  # for other ranks, which have no use for the environment
         return Conversation, (str(self), self.messages, self.ended)
 

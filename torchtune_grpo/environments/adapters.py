@@ -204,13 +204,16 @@ class StepAdapter(Adapter):
 
 
 class InlineAdapter(StepAdapter):
-    """The same, but the observation continues the policy's own message, unless that is closed."""
+    """The same, but the observation continues the policy's own message.
+
+    The message is over if a stop token has closed it, or if there is no observation.
+    """
 
     role = None
 
     def _reply(self, seen: Any, turn: Turn, reward: float) -> Reply:
         text = "".join(each["content"] for each in _messages(seen))
-        is_over = turn.is_closed and not turn.is_last
+        is_over = (turn.is_closed or not text) and not turn.is_last
         return Reply(text=text, reward=reward, ended="answered" if is_over else None)
 
 

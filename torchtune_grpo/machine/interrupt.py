@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
+from torchtune_grpo.machine import endings
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank
 
 T = TypeVar("T")
@@ -74,8 +75,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.breaks = False  # the handler may raise
-        # Called on a second Ctrl-C
-        self.leave: Callable[[int, FrameType | None], Any] = lambda n, frame: os._exit(128 + n)
+        self.leave: Callable[[int, FrameType | None], Any] = _leave  # called on a second Ctrl-C
         self._since = 0.0
         self._ended = False
 
@@ -120,6 +120,11 @@ class Interrupts:
         if self.breaks:
             self.breaks = False
             raise Interrupted
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    endings.close_all()
+    os._exit(128 + number)
 
 
 def _install(handler: Any) -> dict[int, Any]:

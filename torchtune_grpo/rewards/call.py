@@ -89,9 +89,9 @@ class Batch:
         return own
 
     def rows_of(self, reward: Reward) -> list[int]:
-        """Return the rows that a reward scores."""
+        """Return the rows that a reward scores, none of them of an environment that has failed."""
         columns = {name: self.columns[name] for name in reward.only}
-        rows = range(len(self.completions))
+        rows = [n for n, text in enumerate(self.completions) if not getattr(text, "failed", False)]
         return [n for n in rows if reward.applies_to({c: v[n] for c, v in columns.items()})]
 
     def select(self, rows: Sequence[int]) -> Batch:
