@@ -240,23 +240,35 @@ class NeverMade:
 
 
 class Logged:
-    """Starts a process, and notes in a file when it is closed; it may take long to close."""
+    """Starts a process, and notes in a file when it is closed.
 
-    def __init__(self, folder, seconds=0.0):
-        self.folder, self.seconds = folder, seconds
-        self.child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        Path(folder, f"child-{self.child.pid}").touch()
+    It takes ``seconds`` for that, and ``slowness`` for a step. ``end`` is the signal that its first
+    ``reset`` sends to the run.
+    """
+
+    def __init__(self, folder, isolated=True, seconds=0.0, slowness=0.0, end=None):
+        self.folder, self.isolated, self.end = Path(folder), isolated, end
+        self.seconds, self.slowness = seconds, slowness
+        self.child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        (self.folder / f"child-{self.child.pid}").touch()
 
     def reset(self, **row):
-        pass
+        if self.end:
+            run = os.getpid()
+            if self.isolated:  # its parent's parent
+                stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+                run = int(stat.rpartition(")")[2].split()[1])
+            os.kill(run, getattr(signal, self.end))
+            self.end = None
 
     def step(self, text):
-        Path(self.folder, "step").touch()
-        return None, 0.5, True
+        (self.folder / "step").touch()
+        time.sleep(self.slowness)
+        return "more", 0.5, False
 
     def close(self):
         time.sleep(self.seconds)
-        Path(self.folder, f"closed-{self.child.pid}").touch()
+        (self.folder / f"closed-{self.child.pid}").touch()
 
 
 class Two(OfItsThread):

@@ -14,7 +14,9 @@ from test_environments import call
 
 from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError
+from torchtune_grpo.environments.adapters import Turn
 from torchtune_grpo.environments.environment import make_kinds
+from torchtune_grpo.environments.sessions import in_thread
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rewards import Reward
 
@@ -346,6 +348,21 @@ def test_close_is_called_and_what_was_started_ends_with_it(isolation, qwen, tmp_
     else:
         for child in children:
             psutil.Process(child).kill()
+
+
+@BOTH
+def test_a_step_in_progress_may_end_before_close(isolation, tmp_path):
+    keys = EnvironmentConfig(**node("Logged", isolation, folder=str(tmp_path), slowness=0.3))
+    (kind,) = make_kinds(keys, []).values()
+    sessions = [kind.session() for _ in range(3)]
+    for session in sessions:
+        session.reset({}, 0)
+    work = [in_thread(session.answer, Turn("Hi")) for session in sessions]
+    while not (tmp_path / "step").exists():
+        time.sleep(0.01)
+    kind.close()
+    assert len([*tmp_path.glob("closed-*")]) == len([*tmp_path.glob("child-*")]) == 3
+    assert all(each.exception(timeout=9) is None or isolation for each in work)
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ class ProcessHost:
         raise TimeoutError
 
     def _kill(self) -> None:
-        if self._server is not None and self._pid:
+        if self._server is not None and self._pid and not self.is_over:  # then it closes itself
             self._server.end(self._pid)
         self.begin_close()
         self.wait_closed(0.0)
