@@ -339,7 +339,7 @@ hosted_add.__name__ = "add"
 
 @BOTH
 def test_close_is_called_and_what_was_started_ends_with_it(isolation, qwen, tmp_path):
-    play(qwen, [TALK] * 4, **node("Logged", isolation, folder=str(tmp_path)))
+    play(qwen, [TALK] * 4, **node("Logged", isolation, folder=str(tmp_path), max_turns=2))
     names = sorted(os.listdir(tmp_path))
     children = [int(name.partition("-")[2]) for name in names if name.startswith("child")]
     assert len(children) == 4 and {f"closed-{child}" for child in children} <= {*names}
@@ -368,7 +368,7 @@ def test_a_step_in_progress_may_end_before_close(isolation, tmp_path):
 @pytest.mark.slow
 def test_close_has_five_seconds(qwen, tmp_path):
     begun = time.monotonic()
-    keys = node("Logged", "process", folder=str(tmp_path), seconds=1000.0)
+    keys = node("Logged", "process", folder=str(tmp_path), seconds=1000.0, max_turns=2)
     play(qwen, [TALK] * 4, **keys)
     assert time.monotonic() - begun < 20
     children = [int(name.partition("-")[2]) for name in os.listdir(tmp_path) if "child" in name]
