@@ -59,6 +59,9 @@ def test_an_interval_of_scores_beyond_0_and_1_is_the_normals():
     half = 1.96 * values.std() / sqrt(600)
     expected = (values.mean() - half, values.mean() + half)
     assert bootstrap_interval(values) == pytest.approx(expected, abs=0.008)
+    for same in (5.0, -3.0):  # an interval holds its mean
+        low, high = bootstrap_interval([same] * 20)
+        assert low <= same <= high and 0 < high - low < 1.5
     paired = paired_test(np.zeros(600), 3 * values)
     assert (paired.low, paired.high) == pytest.approx([3 * each for each in expected], abs=0.02)
 

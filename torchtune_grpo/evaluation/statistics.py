@@ -63,17 +63,21 @@ def majority(answers: Sequence[str | None]) -> int | None:
 
 
 def bootstrap_interval(values: ArrayLike) -> tuple[float, float]:
-    """Return the mean's 95 % interval for ``values`` [P] from 0 to 1, by resampling the prompts.
+    """Return the mean's 95 % interval for ``values`` [P], by resampling the prompts.
 
     Every resample of 100 wrong answers is 100 wrong answers, with the interval (0, 0). Therefore 2
     prompts that score 0 and 2 that score 1 are added first, as Agresti and Coull (1998) do for a
     proportion: (0, 0.05) then. Where ``values`` (means over samples) vary less than zeros and ones
-    with that mean, the added ones weigh less by this ratio. The order of the values has no effect.
+    with that mean, the added ones weigh less by this ratio. Values beyond 0 to 1 are scaled to it
+    and back. The order of the values has no effect.
     """
     scores = np.asarray(values, dtype=np.float64)
+    lowest, highest = float(min(0, *scores)), float(max(1, *scores))
+    scores = (scores - lowest) / (highest - lowest)
     mean = scores.mean()
     weight = scores.var() / (mean * (1 - mean)) if 0 < mean < 1 else 1.0
-    return _interval(scores, added=(0, 0, 1, 1), weight=weight)
+    low, high = _interval(scores, added=(0, 0, 1, 1), weight=weight)
+    return lowest + low * (highest - lowest), lowest + high * (highest - lowest)
 
 
 def paired_test(before: ArrayLike, after: ArrayLike) -> Paired:
