@@ -53,7 +53,11 @@ class Steps:
         def stop() -> None:
             if self.done != self._checkpoints.last_step:
                 save()
-            text = "Set resume_from_checkpoint=auto to go on from there."
+            text = "There is no checkpoint: the run would start anew."
+            if self._checkpoints.last_step:
+                text = "The same command goes on from there."
+                if not self._cfg.resume_from_checkpoint:
+                    text = "Set resume_from_checkpoint=auto to go on from there."
             utils.log_rank_zero(log, f"Interrupted after step {self.done}. {text}")
 
         run = self._run

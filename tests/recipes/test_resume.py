@@ -49,6 +49,11 @@ def test_a_resumed_run_takes_changes_that_are_allowed_and_refuses_others(tmp_pat
     few = "num_steps=1: out/step_000002 has done 2 steps; give 2 or more."
     assert few in refused(tmp_path, "num_steps=1")
     more = ["optimizer.lr=1e-5", "num_steps=3", "lr_scheduler.num_warmup_steps=1"]
+    record = tmp_path / "out" / "run.jsonl"
+    record.rename(tmp_path / "run.jsonl")
+    gone = tiny(tmp_path, RESUME)
+    assert "run.jsonl is gone: the record begins after step 2." in gone.err + gone.out
+    (tmp_path / "run.jsonl").rename(record)
     done = tiny(tmp_path, RESUME, *more)
     assert "optimizer.lr 0.0005 -> 1e-05" in done.err + done.out
     steps = [record for record in metrics(tmp_path / "out") if "reward" in record]

@@ -1,5 +1,6 @@
 """Changes to the config that a resumed run allows, and the optimizer's restored state."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 from torchtune_grpo.checkpoint.resume import (
     FIXED,
     changed_keys,
+    edited_code,
     optimizer_state,
     refuse_changes,
     restore_optimizer,
@@ -63,6 +65,52 @@ def test_what_may_change_is_told_and_moved_files_are_the_same(tmp_path):
     assert changed_keys(old, old) == {}
     assert torch.__version__.startswith(old["versions.torch"])  # which may lack "+cu130"
     check(old | {"versions.torch": "2.0"}, old)  # is only said
+
+
+def with_rows(folder: Path, source: str) -> dict:
+    return config_of(folder, "dataset=torchtune_grpo.data.RLDataset", f"dataset.source={source}")
+
+
+def test_changed_rows_of_a_folder_or_a_pattern_are_refused(tmp_path):
+    """Whichever file has changed; a run of 0.2, which has noted no digest, goes on."""
+    rows = tmp_path / "rows"
+    (rows / "train").mkdir(parents=True)
+    for name in ("a", "b"):
+        (rows / "train" / f"{name}.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}')
+    for source in (str(rows), f"{rows}/**/*.jsonl"):
+        old = with_rows(tmp_path, source)
+        check(old, with_rows(tmp_path, source))
+        (rows / "train" / "b.jsonl").write_text(f'{{"prompt": "{source}", "answer": "2"}}')
+        new = with_rows(tmp_path, source)
+        with pytest.raises(ValueError, match="^dataset.source files=2 files, .* was made with 2 "):
+            check(old, new)
+        check({key: value for key, value in old.items() if " files" not in key}, new)
+
+
+def test_another_order_of_mixed_data_is_refused(tmp_path):
+    def mixed(*names: str) -> dict:
+        parts = {name: {"_component_": "torchtune_grpo.data.gsm8k_dataset"} for name in names}
+        node = {"_component_": "torchtune_grpo.data.MixedDataset", "datasets": parts}
+        return config_of(tmp_path, f"dataset={json.dumps(node)}")
+
+    check(mixed("a", "b"), mixed("a", "b"))
+    with pytest.raises(ValueError, match="datasets in order=b, a: .* was made with a, b"):
+        check(mixed("a", "b"), mixed("b", "a"))
+
+
+def test_edited_code_of_rewards_and_environments_is_named_and_allowed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    files = {name: tmp_path / f"{name}.py" for name in ("own_reward", "own_env", "own_loss")}
+    keys = ["rewards.0._component_=own_reward.f", "environment=own_env.Game"]
+    for file in files.values():
+        file.write_text("def f(completions, **columns): return [0.0] * len(completions)")
+    old = config_of(tmp_path, *keys)
+    for file in files.values():
+        file.write_text(f"{file.read_text()}\n")
+    new = config_of(tmp_path, *keys)
+    check(old, new)
+    assert edited_code(old, new) == ["own_env.py", "own_reward.py"]
+    assert edited_code({}, new) == []  # 0.2 noted none
 
 
 REFUSED = {

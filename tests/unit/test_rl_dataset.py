@@ -15,11 +15,13 @@ import datasets
 import huggingface_hub
 import pandas
 import pytest
+from hf_tokenizers import write_tokenizer
 
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.data.samplers import ShuffledSampler
+from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.rewards import Reward, RewardSet, math_correctness_reward
 
 ROWS = [
@@ -110,6 +112,8 @@ def test_templates_and_columns(llama3_tokenizer):
     [
         ({"prompt_template": "{level.real}"}, "'level.real'"),
         ({"prompt_template": r"{prompt} \boxed{"}, r"\{\{ and \}\}"),
+        ({"prompt_template": r"{prompt} \boxed{}"}, r"no column '' among .*\{\{ and \}\}"),
+        ({"prompt_template": '{prompt} {"a": 1}'}, r"no column '\"a\"' .*\{\{ and \}\}"),
         ({"prompt_template": "solve it"}, r"no column.*\{prompt\}"),
         ({"prompt_column": "promt"}, "'promt' among .*'answer', 'level', 'prompt'"),
         ({"columns": {"answer": "anwser"}}, "'anwser' among .*'answer'"),
@@ -467,6 +471,35 @@ def test_messages_are_prompts(llama3_tokenizer, tmp_path, ending):
     assert [item["tokens"] for item in data] == [encoder(TURNS), encoder(own)]
 
 
+def test_nulls_of_arrow_are_no_arguments_of_a_call(tmp_path):
+    """A table gives each call the arguments of all others, as null."""
+    write_tokenizer(tmp_path, "qwen2_5")
+    calls = [{"name": "add", "arguments": {"x": 1}}, {"name": "find", "arguments": {"city": "B"}}]
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        for call in calls
+    ]
+    rows = [{"prompt": [*chat(("user", "1?")), *turns, {"role": "user", "content": "2?"}]}]
+    table = datasets.Dataset.from_list(rows)
+    assert "'city': None" in str(table[0])
+    prompts = (RLDataset(HFTokenizer(str(tmp_path)), rows=each)[0] for each in (rows, table))
+    first, second = (prompt["prompt"].messages for prompt in prompts)
+    found = [turn["tool_calls"][0]["function"] for turn in second if turn["role"] == "assistant"]
+    assert found == calls and first == second
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama3_2", "gemma", "qwen3", "deepseek_r1_distill"])
+def test_a_prompt_that_the_template_has_written_is_left_out(tmp_path, name):
+    """Its marks would be read as text, or the template would come twice."""
+    write_tokenizer(tmp_path, name)
+    tokenizer = HFTokenizer(str(tmp_path))
+    written = tokenizer.chat_text([{"role": "user", "content": "What is 1 + 1?"}])
+    for chat_format in (True, False):
+        with pytest.raises(ValueError, match="the chat template has already written it; give the "):
+            make(tokenizer, [{"prompt": written}], chat=chat_format)
+        assert len(make(tokenizer, [{"prompt": "What is <|im_start|>?"}], chat=chat_format)) == 1
+
+
 def test_messages_need_the_chat_format_and_no_template(
     llama3_tokenizer, sentencepiece_tokenizers, caplog
 ):
@@ -488,7 +521,10 @@ def test_messages_need_the_chat_format_and_no_template(
         ({"data_files": "/nowhere/rows"}, "^source='json', data_files='/nowhere/.*No such file"),
         ({}, "^source='json', .*give the path"),
         ({"data_files": {"train": "rows.jsonl"}, "split": "tset"}, r"split='tset': .*\['train'\]"),
-        ({"data_files": "rows.jsonl", "bogus": 9}, "unexpected keyword argument 'bogus'"),
+        ({"data_files": "rows.jsonl", "bogus": 9}, "bogus: JSON files take encoding and field alo"),
+        ({"data_files": "rows.jsonl", "streaming": True}, "streaming: .*they need no streaming"),
+        ({"source": "more.csv"}, "more.csv, line 4: 3 fields, and the header has 2; put texts wi"),
+        ({"source": "fewer.csv"}, "fewer.csv, line 3: 1 fields, and the header has 2"),
         ({"data_files": "broken.jsonl"}, "broken.jsonl'.* line 2 of the file: "),
         ({"data_files": "empty.jsonl"}, "there are no rows"),
         ({"data_files": "latin.jsonl"}, "UnicodeDecodeError: 'utf-8' codec"),
@@ -515,6 +551,8 @@ def test_what_cannot_be_loaded_is_named(
     Path("broken.jsonl").write_text('{"prompt": "a"}\n{"prompt":\n')
     Path("empty.jsonl").write_text("")
     Path("rows.xlsx").touch()
+    Path("more.csv").write_text('prompt,answer\n"a, or\nb",1\nIs it 1, or 2?,3\n')
+    Path("fewer.csv").write_text("prompt,answer\na,1\nb\n")
     Path("rows.jsonl.zst").touch()
     Path("latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=message) as raised:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from glob import glob, has_magic
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from torchtune_grpo.models.weights import weight_files
 from torchtune_grpo.monitor.record import versions
 from torchtune_grpo.training.optimizer import MASTER
 
+CODE = "code of "  # what the keys of users' files begin with
+_PACKAGE = Path(__file__).parents[1]
 # Keys without which a checkpoint's policy cannot be loaded or read
 POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
 # Keys that a resumed run must keep: the policy, where training started, and the order of prompts.
@@ -62,16 +67,43 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
         values["objective"]["teacher"] = {**teacher, "model_dir": [teacher.model_dir, *files]}
     values["batch_size * ranks"] = cfg.batch_size * world_size()
     values["versions"] = versions()
+    if isinstance(parts := cfg.dataset.get("datasets"), Mapping):
+        values["dataset"]["datasets in order"] = ", ".join(map(str, parts))
     result: dict[str, Any] = {}
     for key, value in flat(values).items():
         if value is not None:
             result |= _identity(key, value) if _is_fixed(key, FIXED) else {key: _hidden(key, value)}
+        if key.endswith("._component_") or key.startswith("tools"):
+            result |= _code(key, value)
     return result
 
 
+def _code(key: str, dotpath: Any) -> dict[str, str]:
+    """Return the digest of the user's file in which a reward, an environment or a tool is."""
+    module = str(dotpath).rpartition(".")[0]
+    if not _is_below(key, ("rewards", "environment", "tools")) or not module:
+        return {}
+    with suppress(ImportError, ValueError):
+        spec = find_spec(module)
+        if spec is not None and spec.origin and "site-packages" not in spec.origin:
+            file = Path(spec.origin)
+            if not file.is_relative_to(_PACKAGE) and file.is_file():
+                return {f"{CODE}{file.name}": f"sha256 {sha256_of(file)[:16]}"}
+    return {}
+
+
+def edited_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the names of the user's files whose text differs."""
+    return [key.removeprefix(CODE) for key in changed_keys(old, new) if key.startswith(CODE)]
+
+
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys that differ between two configs, with the old and the new value."""
+    """Return the keys that differ between two configs, with the old and the new value.
+
+    What is no key of a config, such as the digest of a folder, is compared if both have it.
+    """
     keys = sorted({*old, *new} - {"resume_from_checkpoint"})
+    keys = [key for key in keys if " " not in key or {key} <= old.keys() & new.keys()]
     values = {key: (old.get(key, "null"), new.get(key, "null")) for key in keys}
     return {key: (was, now) for key, (was, now) in values.items() if was != now}
 
@@ -111,14 +143,25 @@ def _hidden(key: str, value: Any) -> Any:
 
 def _identity(key: str, value: Any) -> dict[str, Any]:
     """Return a path's name, with a digest if it is a file; other values go to ``_hidden``."""
+    if isinstance(value, str) and _is_below(key, ("dataset",)) and has_magic(value):
+        return {key: value, f"{key} files": _digest_of(map(Path, glob(value, recursive=True)))}
     if not isinstance(value, str) or not os.path.exists(value):
         return {key: _hidden(key, value)}
     path = Path(value)
     if path.is_file():
         return {key: f"{path.name} (sha256 {sha256_of(path)[:16]})"}
+    if _is_below(key, ("dataset",)):
+        return {key: path.name, f"{key} files": _digest_of(path.rglob("*"))}
     files = sorted({file for pattern in OF_A_MODEL for file in path.glob(pattern)})
     digests = {f"{key}/{file.name}": f"sha256 {sha256_of(file)[:16]}" for file in files}
     return {key: path.name, **digests}
+
+
+def _digest_of(paths: Iterable[Path]) -> str:
+    """Return one digest of files, in the order of their names."""
+    files = sorted(path for path in paths if path.is_file())
+    digests = "".join(f"{file.name} {sha256_of(file)}\n" for file in files)
+    return f"{len(files)} files, sha256 {hashlib.sha256(digests.encode()).hexdigest()[:16]}"
 
 
 def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ GIVEN = (
 # A prompt that no template contains by chance, and two texts that share no tokens.
 _PROBE_TEXT, _PROBE_PROMPT, _PROBE_REPLY = "What is 3 + 4?", "a", "b"
 # What a template writes at the end of a prompt for models that always think.
+_LONGEST_ENDING = 200  # characters of what a template writes behind the last message
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
 
 
@@ -123,10 +124,14 @@ def check_messages(value: Sequence[Any]) -> list[dict[str, Any]]:
             check_text(content, f"the content of message {number}")
     if not value or value[-1]["role"] in ("assistant", "system"):
         raise BadRow("the last message is not the user's or a tool's")
-    return [
-        {key: item for key, item in turn.items() if item is not None or key == "content"}
-        for turn in value
-    ]
+    return [_without_nulls(turn) | {"content": turn.get("content")} for turn in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop keys that are null at any depth: Arrow fills each call with the others' arguments."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def from_sharegpt(turns: Sequence[Any]) -> tuple[Sequence[Any], Any]:
@@ -177,6 +182,7 @@ class PromptEncoder:
         self._given_prefill = self.prefill = prefill
         self._is_hf = isinstance(tokenizer, HFTokenizer)
         self._control_text = _control_text_pattern(self._tokenizer)
+        self._ending = self._end_of_prompts() if self._is_hf else ""
         if chat and self._is_hf:
             self._check_template()
         elif chat:
@@ -192,6 +198,11 @@ class PromptEncoder:
 
     def __call__(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of one prompt, prefill included."""
+        if self._ending and isinstance(prompt, str) and self._ending in prompt[-_LONGEST_ENDING:]:
+            raise BadRow(
+                "the chat template has already written it; give the messages instead, a list of "
+                "{role, content}, or the user's text"
+            )
         if not self.is_chat:
             if not isinstance(prompt, str):
                 raise BadRow("messages need chat=True")
@@ -278,6 +289,14 @@ class PromptEncoder:
                     "Remove it from prefill."
                 )
             self.prefill = opened[0] + self._given_prefill
+
+    def _end_of_prompts(self) -> str:
+        """Return what the chat template writes behind a user's message; "" without a template."""
+        try:
+            text = self._tokenizer.chat_text([message("user", _PROBE_TEXT)])
+        except ValueError:
+            return ""
+        return str(text.rpartition(_PROBE_TEXT)[2].partition("<think>")[0].strip())
 
     def _probe_reply(self) -> None:
         """Find out how many tokens close a reply, and how the prefill is encoded in its place."""

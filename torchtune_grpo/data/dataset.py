@@ -294,8 +294,10 @@ class RLDataset(Dataset[Item]):
                 try:
                     _field({} if key == "prompt_template" else row, name)
                 except BadRow:
-                    there = f"there is no column {name!r} among {sorted(row)}"
-                    raise ValueError(f"{key}: {there}.") from None
+                    there = f"there is no column {name!r} among {sorted(row)}."
+                    if not name.isidentifier():  # as in \boxed{} or JSON
+                        there += " Write literal braces as {{ and }}."
+                    raise ValueError(f"{key}: {there}") from None
         taken = {self._prompt_column, *self._renamed.values(), *self._renamed}
         sources = self._renamed | {name: name for name in row if name not in taken}
         for name in sources.keys() & GIVEN:

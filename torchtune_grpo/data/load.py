@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -125,12 +126,19 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
         raise ValueError("give the path of a file as source, or its format and data_files")
     files = _named(source if data_files is None else data_files, name)
     if file_format == "json":
+        if unknown := [*options.keys() - {"encoding", "field"}]:
+            raise ValueError(
+                f"{unknown[0]}: JSON files take encoding and field alone; they need no streaming, "
+                "as their rows stay text until they are used"
+            )
         tables = {name: _read_json(paths, **options) for name, paths in files.items()}
         return _select(tables, split)
     if file_format == "csv":
         options.setdefault("keep_default_na", False)  # True would read the text "None" as null
         if ".tsv" in str(files):
             options.setdefault("sep", "\t")
+        for paths in files.values():
+            _check_csv(paths, **options)
     return load_dataset(file_format, split=split, data_files=files, **options)
 
 
@@ -214,6 +222,27 @@ def _read_json(paths: Any, *, encoding: str = "utf-8-sig", field: str | None = N
                 except ValueError as error:
                     raise ValueError(f"line {number} of the file: {error}") from None
     return rows
+
+
+def _check_csv(
+    paths: Any, *, sep: str = ",", quotechar: str = '"', encoding: str = "utf-8-sig", **others: Any
+) -> None:
+    """Refuse records with more or fewer fields than the header, as pandas shifts or fills them."""
+    if others.keys() - {"keep_default_na", "streaming"}:  # then it is for pandas to read them
+        return
+    for opened in fsspec.open_files(
+        paths, "rt", compression="infer", encoding=encoding, newline=""
+    ):
+        # A file that is not there is told by ``load_dataset``; a field may be too long to be read.
+        with suppress(FileNotFoundError, csv.Error), opened as file:
+            records = csv.reader(file, delimiter=sep, quotechar=quotechar)
+            header = next(records, [])
+            for record in records:
+                if record and len(record) != len(header):
+                    raise ValueError(
+                        f"{opened.path}, line {records.line_num}: {len(record)} fields, and the "
+                        f"header has {len(header)}; put texts with {sep!r} in quotes"
+                    )
 
 
 def digest(rows: Any) -> str:

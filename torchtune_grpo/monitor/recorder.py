@@ -31,6 +31,7 @@ from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, ra
 from torchtune_grpo.monitor.findings import Ranges, Watch
 from torchtune_grpo.monitor.loggers import log_completions
 from torchtune_grpo.monitor.record import (
+    RUN_FILE,
     STILL_THE_BASE,
     Measured,
     Record,
@@ -99,6 +100,8 @@ class Recorder:
         self.is_base = not any(map(changes_weights, steps))
 
     def _keep_until(self, step: int) -> tuple[list[Measured], list[Measured]]:
+        if not (self._folder / RUN_FILE).exists():
+            log.warning(f"{self._folder / RUN_FILE} is gone: the record begins after step {step}.")
         keep_until(self._folder, step)
         events: list[Any] = read(self._folder, "step", "evaluation")
         for event in events:
