@@ -49,8 +49,17 @@ RIGHT = [
     ("x = (0, 1)", "(0,1)"),
     ("log(x)", "log(x)"),
     ("x" + "+1" * 199, "x + 199"),
+    (r"1 + \frac{2}{\mathrm{e}}", r"1 +\frac{2}{\mathrm{e}}"),  # as it is written
+    (r"1, 3, \ldots, 2n-1", r"1, 3, \ldots, 2n-1"),
+    ("x'", "x'"),
 ]
 WRONG = [
+    # math-verify reads a part of these.
+    (r"1 + \frac{2}{\mathrm{e}}", r"1 - \frac{2}{\mathrm{e}}"),
+    (r"y = 1 + \frac{2}{\mathrm{e}}", r"\frac{x}{x}"),
+    (r"1, 3, 5, \ldots, 2n-1", r"1, 2, \ldots, n"),
+    ("x'", "x"),
+    ("3x +", r"3\cos 0"),
     (r"\frac{\sqrt{2}}{3}", r"\frac{1}{\sqrt{2}}"),
     ("(0, 1)", "[0,1)"),
     ("0", r"0.\overline{3}"),

@@ -23,6 +23,7 @@ _INDEXED = re.compile(r"(?<![A-Za-z_{^0-9])[0-9][0-9A-Z]*\)?_")  # a number with
 _COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)(?![A-Za-z])")
 _DELIMITED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\{(.+)\}", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
 _EQUALS = re.compile(r"\\equiv(?![a-z])|(?<![<>!:])=(?![^{}]*(?<!\\)\})")  # not as in \sum_{i=1}
@@ -149,8 +150,9 @@ def stated_expression(text: str) -> str | None:
     if len(answers) != 1:
         return None
     expression = answers.pop().strip().removesuffix(".").strip()
-    if delimited := _DELIMITED.fullmatch(expression):
-        expression = next(filter(None, delimited.groups())).strip()
+    for wrapper in (_DELIMITED, _BOXED):
+        if wrapped := wrapper.fullmatch(expression):
+            expression = next(filter(None, wrapped.groups())).strip()
     if not expression or len(expression) > _LONGEST or not expression.isprintable():
         return None
     if any(sign in expression for sign in ("$", "\\approx", "\\sim")):
