@@ -11,7 +11,6 @@ from typing import Any
 
 from torchtune_grpo.sandbox.syscalls import set_limits
 
-
 _UNREAD = re.compile(r"'|\\prime(?![a-z])|\\[lcdv]?dots(?![a-z])|\.\.\.|…")
 
 
