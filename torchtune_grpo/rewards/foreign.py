@@ -25,7 +25,7 @@ def expression_comparer() -> Callable[[str, str], bool | None]:
     For a tower of powers, sympy takes unlimited time and memory; the caller limits the time.
     """
     from math_verify import parse, verify
-    from sympy import Expr, simplify
+    from sympy import Expr, simplify  # type: ignore[import-untyped]
 
     set_limits({"AS": 4 * 2**30})
     # Each time, it warns that its own timeout is off.
