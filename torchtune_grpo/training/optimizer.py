@@ -284,7 +284,7 @@ class NonFiniteGuard:
             "grad_norm": grad_norm.item(),
             "parameters": bad,  # whose gradients are not finite
             "prompts": [*map(str, trajectory.prompts)],
-            "completions": trajectory.completions,
+            "completions": [*map(str, trajectory.completions)],
             "columns": trajectory.columns,
             **{name: tensor.detach().cpu() for name, tensor in trajectory.tensors().items()},
         }
