@@ -72,7 +72,6 @@ CLASSES = {  # what a config or a script of one's own names
         "loss.kl_penalty",
         "trajectory.Trajectory",
     ],
-    "Loggers": ["monitor.loggers.TrackioLogger"],
     "Engines": [
         "rollout.request.RolloutEngine",
         "rollout.request.Capabilities",

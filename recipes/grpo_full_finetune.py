@@ -166,7 +166,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
             loss += output.loss.detach()
             seen.append(logprobs.detach())
         taken = self.parts.optimizer.step(
-            loss, batch.trajectory, num_tokens=batch.num_tokens, step=self.steps.done + 1
+            loss, num_tokens=batch.num_tokens, step=self.steps.done + 1
         )
         step.add_sum("loss", loss, 1 / world_size())
         step.add_numbers(taken)

@@ -144,8 +144,6 @@ class GRPOLoss:
     """Bound of the clipped surrogate where the advantage is negative; null = none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """See `kl_penalty`."""
-    kl_on_uninformative: bool = True
-    """Whether rows whose advantage is 0 have a KL penalty, too; false skips their passes."""
     aggregation: Literal["grpo", "dapo", "dr_grpo", "prompt"] = "grpo"
     """See `loss_weights`."""
     entropy_coeff: Annotated[Float, Field(ge=0)] = 0.0
@@ -180,8 +178,7 @@ class GRPOLoss:
     def needs_all_rows(self) -> bool:
         """See ``Loss``; assumed of a subclass with its own ``__call__``."""
         has_own = type(self).__call__ is not GRPOLoss.__call__
-        has_kl = self.needs_reference and self.kl_on_uninformative
-        return has_own or has_kl or self.needs_entropy_gradient
+        return has_own or self.needs_reference or self.needs_entropy_gradient
 
     def weights(self, response_mask: Tensor, **step: Any) -> Tensor:
         """See ``loss_weights``."""

@@ -274,6 +274,7 @@ class Run:
             self.given,
             rewards=self.rewards.ranges,
             decider=self.rewards.decider,
+            stop_tokens=self.tokenizer.stop_tokens,
             device=self.device,
         )
 

@@ -228,7 +228,6 @@ def test_rows_whose_advantage_is_0_need_no_pass(train, reward, cut, kept, atol):
     ("change", "rows"),
     [
         (["loss.kl_coeff=0.1"], 16),
-        (["loss.kl_coeff=0.1", "loss.kl_on_uninformative=false"], 8),
         (["loss.kl_coeff=0", "loss.entropy_coeff=0.1"], 16),
         (["loss.kl_coeff=0", OWN], 16),
     ],

@@ -242,14 +242,13 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
         complete(out, 5)
         (out / "best").symlink_to("step_000005")
         (out / "run.jsonl").write_text(str(number))
-        for folder in ("nonfinite", "logs"):
-            (out / folder).mkdir(exist_ok=True)
+        (out / "logs").mkdir(exist_ok=True)
         (out / "torchtune_config.yaml").touch()
         set_aside_previous_run(cfg)
         assert names(out) == sorted(["previous_runs", *own])
         archive = out / "previous_runs" / str(number)
         assert names(archive) == [
-            *("best", "logs", "nonfinite", "run.jsonl", "step_000005", "torchtune_config.yaml")
+            *("best", "logs", "run.jsonl", "step_000005", "torchtune_config.yaml")
         ]
         assert (archive / "best" / STATE_FILE).is_file()
         assert (archive / "run.jsonl").read_text() == str(number)

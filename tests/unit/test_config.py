@@ -194,7 +194,7 @@ def test_a_component_may_be_its_path_alone():
 WITHOUT_EFFECT = [
     ("objective.correction_cap=3.0", "objective.correction_cap: nothing is capped"),
     ("evaluation.patience=2 evaluation.every_n_steps=null", "patience: .*set evaluation.every_n"),
-    ("dynamic_sampling.min_pass_rate=0.1", "dynamic_sampling: .*max_resamples=0"),
+    ("dynamic_sampling.reward=format", "dynamic_sampling: .*max_resamples=0"),
     ("loss.dual_clip=3.0 loss.epsilon_low=0.1", "loss.epsilon_low, loss.dual_clip: with"),
     ("objective.sampling_correction=token_mask objective.correction_cap=3.0", None),
     ("loss.dual_clip=3.0 objective.sampling_correction=old_logprobs", None),

@@ -22,10 +22,6 @@ NAN = float("nan")
         ({"reward": "a"}, [1.0, 1.0, NAN], False),
         ({"gate": "a"}, [1.0, 1.0, 1.0], False),
         ({"reward": "b", "gate": "a"}, [1.0, 1.0, 1.0], True),
-        ({"min_pass_rate": 0.25}, [1.0, 0.0, 0.0, 0.0], True),
-        ({"min_pass_rate": 0.26}, [1.0, 0.0, 0.0, 0.0], False),
-        ({"max_pass_rate": 0.25}, [1.0, 0.0, 0.0, 0.0], True),
-        ({"max_pass_rate": 0.24}, [1.0, 0.0, 0.0, 0.0], False),
     ],
 )
 def test_the_filter(keys, rewards, passes):

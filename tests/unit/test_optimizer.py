@@ -13,7 +13,6 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune.modules.peft import LoRALinear, get_adapter_params, set_trainable_params
 from torchtune.training import set_default_dtype
-from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
@@ -240,52 +239,40 @@ def test_every_step_has_a_learning_rate_above_0():
 def decide(guard: NonFiniteGuard, *, loss: float = 0.5, grad: float = 1.0, step: int = 1) -> bool:
     weight = guard._model.weight
     weight.grad = torch.tensor([[0.0, grad]])
-    trajectory = make_groups([2], [3, 1])
-    trajectory.completions.extend(["c", "d"])
-    trajectory.columns["answer"] = ["1", "1"]
-    return guard.allows_step(torch.tensor(loss), total_grad_norm([weight]), trajectory, step=step)
+    return guard.allows_step(torch.tensor(loss), total_grad_norm([weight]), step=step)
 
 
-def guard_of(folder) -> NonFiniteGuard:
-    return NonFiniteGuard(nn.Linear(2, 1, bias=False), folder)
+def new_guard() -> NonFiniteGuard:
+    return NonFiniteGuard(nn.Linear(2, 1, bias=False))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("what", ["loss", "grad"])
-def test_a_step_that_is_not_finite_is_refused_and_the_batch_kept(tmp_path, what, bad):
-    guard = guard_of(tmp_path)
-    assert decide(guard) and not (tmp_path / "nonfinite").exists()
-    assert not decide(guard, **{what: bad}, step=7)
-    record = torch.load(tmp_path / "nonfinite/step_000007_1.pt", weights_only=True)
-    assert record["parameters"] == (["weight"] if what == "grad" else [])
-    assert record["completions"] == ["c", "d"] and record["columns"] == {"answer": ["1", "1"]}
-    assert record["step"] == 7
-    assert record["tokens"].equal(make_groups([2], [3, 1]).tokens)
-    assert str(record["loss" if what == "loss" else "grad_norm"]) in ("nan", "inf", "-inf")
-    assert guard.skipped == 1
+def test_a_step_that_is_not_finite_is_refused_and_said(what, bad, caplog):
+    guard = new_guard()
+    assert decide(guard) and not caplog.text
+    assert not decide(guard, **{what: bad}, step=7) and guard.skipped == 1
+    assert "Step 7: loss " in caplog.text and ("weight for one" in caplog.text) == (what == "grad")
 
 
-def test_three_in_a_row_stop_the_run_also_across_a_restart(tmp_path):
-    guard = guard_of(tmp_path)
+def test_three_in_a_row_stop_the_run_also_across_a_restart():
+    guard = new_guard()
     losses = (torch.nan, torch.nan, 1.0, torch.nan)
     assert [decide(guard, loss=loss) for loss in losses] == [False, False, True, False]
     assert not decide(guard, grad=torch.inf)
-    resumed = guard_of(tmp_path)
+    resumed = new_guard()
     resumed.load_state_dict(guard.state_dict())
     with pytest.raises(NonFiniteError, match="3 in a row, and the run stops"):
         decide(resumed, grad=torch.inf)
     assert resumed.skipped == 5
-    assert len(list((tmp_path / "nonfinite").iterdir())) == 5  # none is overwritten
 
 
 def test_all_ranks_decide_alike(tmp_path):
     """Only rank 1 sees the NaN; if rank 0 stepped, their weights would differ from then on."""
 
     def decisions(rank: int) -> list[bool]:
-        guard = guard_of(tmp_path)
+        guard = new_guard()
         losses = [1.0, torch.nan if rank == 1 else 1.0, 1.0]
         return [decide(guard, loss=loss, step=step) for step, loss in enumerate(losses)]
 
     assert on_two_ranks(decisions, folder=tmp_path) == [[True, False, True]] * 2
-    names = sorted(path.name for path in (tmp_path / "nonfinite").iterdir())
-    assert names == ["step_000001_1_rank_0.pt", "step_000001_1_rank_1.pt"]

@@ -59,7 +59,7 @@ def set_aside_previous_run(cfg: GRPOConfig) -> None:
     profiles are moved, too, if they have a folder of their own in ``output_dir``.
     """
     output_dir = Path(os.path.abspath(cfg.output_dir))
-    names = (BEST, RUN_FILE, COMPLETIONS_FILE, "nonfinite")
+    names = (BEST, RUN_FILE, COMPLETIONS_FILE)
     left = [*all_checkpoints(output_dir), *(output_dir / name for name in names)]
     if not any(map(os.path.lexists, left)):
         return

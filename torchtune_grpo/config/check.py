@@ -220,7 +220,7 @@ _HOMES = (
     *(f"torchtune_grpo.{name}" for name in ("models", "models.tiny", "models.smollm2")),
     *(f"torchtune_grpo.{name}" for name in ("data", "rewards", "loss")),
     ENGINES,
-    *("torchtune.training", "torchtune.training.lr_schedulers", "torchtune_grpo.monitor.loggers"),
+    *("torchtune.training", "torchtune.training.lr_schedulers"),
     *("torchtune.training.metric_logging", "torch.optim", "torchao.optim"),
 )
 

@@ -168,10 +168,6 @@ class DynamicSamplingConfig(Keys):
     reward: str | None = None
     """A group fails if this reward is the same for all its samples; null = the reward of
     `objective.outcome_gate`, or the weighted sum."""
-    min_pass_rate: Share | None = None
-    """It also fails if the mean of that reward is lower; null = no bound."""
-    max_pass_rate: Share | None = None
-    """It also fails if the mean of that reward is higher; null = no bound."""
 
 
 class ObjectiveConfig(Keys):
@@ -449,9 +445,6 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
             f"environment.max_response_tokens={tokens}: below max_generated_tokens="
             f"{cfg.max_generated_tokens}; give at least that."
         )
-    low, high = cfg.dynamic_sampling.min_pass_rate, cfg.dynamic_sampling.max_pass_rate
-    if low is not None and high is not None and low > high:
-        yield f"dynamic_sampling.min_pass_rate={low}: above max_pass_rate={high}; give less."
     for name in ("keep_best", "stop_at", "patience"):
         value = getattr(cfg.evaluation, name)
         if value is not None and cfg.eval_dataset is None:

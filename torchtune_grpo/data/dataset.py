@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Protocol, TypedDict
 
 from torch.utils.data import Dataset
@@ -27,8 +27,7 @@ from torchtune_grpo.data.chat import (
     check_text,
     from_sharegpt,
 )
-from torchtune_grpo.data.load import Stream, as_sequence, digest, load_rows, origin
-from torchtune_grpo.trajectory import Prompt
+from torchtune_grpo.data.load import as_sequence, digest, load_rows, origin
 
 Row = Mapping[str, Any]
 
@@ -43,7 +42,7 @@ class Item(TypedDict):
 
     index: int  # position in the data set
     tokens: Sequence[int]  # of the prompt, prefill included
-    prompt: Prompt
+    prompt: str  # its text; a PromptText carries all messages
     columns: dict[str, Any]
 
 
@@ -56,19 +55,17 @@ class PromptData(Protocol):
     """Prompts to train or to evaluate on, as a run uses them.
 
     ``prefill`` is what graders see before the sampled text: the given prefill, after the think
-    block, if any, that the chat template opens. ``encoder`` encodes prompts. ``look_ahead`` is the
-    size of the blocks within which data that are streamed may be shuffled; None: whole passes.
+    block, if any, that the chat template opens. ``encoder`` encodes prompts.
     """
 
     prefill: str
-    look_ahead: int | None
 
     @property
     def encoder(self) -> PromptEncoder: ...
 
     @property
     def digest(self) -> str:
-        """A digest of the rows as read; of a stream, of its first ones."""
+        """A digest of the rows as read."""
         ...
 
     def __len__(self) -> int: ...
@@ -151,13 +148,12 @@ class RLDataset(Dataset[Item]):
                 f"prompt_template={self._template!r}: needs the column {error}, not only a prompt."
             ) from error
         return Item(
-            index=index, tokens=self.encoder(filled), prompt=self.encoder.prompt(filled), columns={}
+            index=index, tokens=self.encoder(filled), prompt=self.encoder.text(filled), columns={}
         )
 
     @property
     def digest(self) -> str:
-        is_whole = self.look_ahead is None
-        return digest(self._rows if is_whole else islice(self._rows, self.look_ahead))
+        return digest(self._rows)
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -203,7 +199,6 @@ class RLDataset(Dataset[Item]):
     def _open(self, rows: Iterable[Row], where: str, num_samples: int | None = None) -> None:
         """Begin with other rows: read the first ones, and leave out those that cannot be used."""
         self._rows, self._where = as_sequence(rows, num_samples), where
-        self.look_ahead = _FIRST if isinstance(self._rows, Stream) else None
         self._names: set[str] | None = None
         self._first: dict[int, Item] = {}  # by row number
         self._skipped = set[int]()  # numbers of later rows
@@ -267,9 +262,7 @@ class RLDataset(Dataset[Item]):
             if limit is not None and len(tokens) > limit:
                 raise BadRow(f"the prompt is longer than {key}={limit}")
         columns = {name: _field(row, source) for name, source in self._sources.items()}
-        return Item(
-            index=number, tokens=tokens, prompt=self.encoder.prompt(prompt), columns=columns
-        )
+        return Item(index=number, tokens=tokens, prompt=self.encoder.text(prompt), columns=columns)
 
     def _transformed(self, row: Any) -> Row:
         if not isinstance(row, Mapping):
@@ -384,7 +377,7 @@ class PromptBatch:
 
     tokens: list[list[int]]
     indices: list[int]  # positions in the data set: ``dataset[indices[b]]`` is prompt b
-    prompts: list[Prompt]
+    prompts: list[str]  # texts as rewards see them; those from a data set carry all messages
     columns: dict[str, list[Any]]  # B values each
     # How often each prompt came earlier in this step, on any rank: each use gets its own noise.
     uses: list[int]
@@ -402,7 +395,7 @@ def collate_prompts(
     return PromptBatch(
         tokens=[[*item["tokens"]] for item in items],
         indices=[item["index"] for item in items],
-        prompts=[Prompt.of(item["prompt"]) for item in items],
+        prompts=[item["prompt"] for item in items],
         columns={name: [item["columns"][name] for item in items] for name in names},
         uses=[0] * len(items) if uses is None else [*uses],
         step_indices=[*range(len(items))] if step_indices is None else [*step_indices],

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -58,46 +58,8 @@ def as_sequence(rows: Any, num_samples: int | None) -> Sequence[Any]:
         names = ", ".join(map(str, rows))
         kind = "one split" if isinstance(rows, datasets.DatasetDict) else "a list of dicts"
         raise ValueError(f"rows: a mapping of {shortened(names, 100)}; give {kind} of it.")
-    if isinstance(rows, datasets.IterableDataset):
-        return Stream(rows, num_samples or _reported_length(rows))
     is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     return rows if is_sequence else [*islice(rows, num_samples)]
-
-
-class Stream(Sequence[Any]):
-    """The rows of a stream, read up to the highest index that was asked for, and kept.
-
-    If they are fewer than its length, they repeat.
-    """
-
-    def __init__(self, rows: Iterable[Any], length: int) -> None:
-        self._rest: Iterator[Any] | None = iter(rows)  # None at its end
-        self._read, self._length = list[Any](), length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        number = range(self._length)[index]
-        if self._rest is not None and number >= len(self._read):
-            self._read += islice(self._rest, number + 1 - len(self._read))
-            if not self._read:
-                raise ValueError("there are no rows.")
-            if number >= len(self._read):
-                self._rest = None
-                log.warning(
-                    f"The stream has {len(self._read)} rows, not {self._length}; they repeat."
-                )
-        return self._read[number % len(self._read)]
-
-
-def _reported_length(rows: datasets.IterableDataset) -> int:
-    split = (rows.info.splits or {}).get(str(rows.split))
-    if split is None or not split.num_examples:
-        raise ValueError(
-            "num_samples: this stream does not report its length; give the number of rows."
-        )
-    return int(split.num_examples)
 
 
 def origin(source: str, data_files: Any) -> str:
@@ -152,7 +114,7 @@ def _named(data: Any, name: str) -> Mapping[str, Any]:
 
 
 def _check_hub(source: str) -> None:
-    """Let this process read only caches if the hub does not answer; its client tries for long."""
+    """Raise a ValueError if the hub does not answer, where its client would try for a minute."""
 
     def ask() -> None:
         with suppress(Exception):
@@ -162,11 +124,10 @@ def _check_hub(source: str) -> None:
     asking = Thread(target=ask, daemon=True)  # looking up a name cannot be given a limit
     asking.start()
     asking.join(_HUB_SECONDS)
-    if not answers:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-        log.warning(
-            f"There is no file {source}, and {constants.ENDPOINT} does not answer: looking in "
-            f"{datasets.config.HF_DATASETS_CACHE} alone."
+    if not (answers or constants.HF_HUB_OFFLINE):
+        raise ValueError(
+            f"there is no file {source}, and {constants.ENDPOINT} does not answer; set "
+            "HF_HUB_OFFLINE=1 to look in the cache alone."
         )
 
 

@@ -54,7 +54,6 @@ class MixedDataset(Dataset[Item]):
             )
         self._first = next(iter(self.parts.values()))
         self.prefill, is_chat = self._first.prefill, self._first.encoder.is_chat
-        self.look_ahead: int | None = None  # each part has its own
         for name, part in self.parts.items():
             if part.prefill != self.prefill or part.encoder.is_chat != is_chat:
                 raise ValueError(

@@ -54,13 +54,11 @@ class ShuffledSampler:
     """Sampler that takes each pass over the data in a new seeded order.
 
     Passes follow each other without a gap: if a step's prompts do not divide the data set, no
-    row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order, and
-    data that are streamed are shuffled within blocks, so that rows are read a block ahead.
+    row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order.
     """
 
     def __init__(self, dataset: Sized, *, seed: int, shuffle: bool = True) -> None:
         self._size, self._seed, self._shuffle = len(dataset), seed, shuffle
-        self._block = getattr(dataset, "look_ahead", None) or self._size
         self._drawn = 0
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
@@ -86,10 +84,7 @@ class ShuffledSampler:
         if not self._shuffle:
             return [*range(self._size)]
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + number)
-        order: list[int] = []
-        for start in range(0, self._size, self._block):
-            count = min(self._block, self._size - start)
-            order += (start + torch.randperm(count, generator=generator)).tolist()
+        order: list[int] = torch.randperm(self._size, generator=generator).tolist()
         return order
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
@@ -104,7 +99,7 @@ class ShuffledSampler:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        fixed = ("_size", "_seed", "_shuffle", "_block")
+        fixed = ("_size", "_seed", "_shuffle")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

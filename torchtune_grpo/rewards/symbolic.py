@@ -48,7 +48,7 @@ class SymbolicMathReward:
     """
 
     __name__ = "symbolic_math_reward"
-    reads = "text"
+    reads_text = True
     decides = True
 
     def __init__(self, *, timeout: float = 2.0, workers: int = 2) -> None:

@@ -28,7 +28,7 @@ def passes_filter(
     group_size: int,
     gate: str | None = None,
 ) -> Tensor:
-    """Whether each group's rewards differ, and their mean is within the bounds: [B] bool.
+    """Whether each group's rewards differ: [B] bool.
 
     A row's reward is the one named by ``settings.reward`` or else ``gate``, ignoring NaN, or else
     the weighted sum.
@@ -36,14 +36,8 @@ def passes_filter(
     values = scores.total.view(-1, group_size)
     if (name := settings.reward or gate) is not None:
         values = scores.of(name).view(-1, group_size)
-    low, high = settings.min_pass_rate, settings.max_pass_rate
-    passes = []
-    for group in values:
-        group = group[~group.isnan()].double()
-        differs = len(group) > 0 and bool((group != group[0]).any())
-        mean = float(group.mean()) if differs else 0.0
-        within = (low is None or low <= mean) and (high is None or mean <= high)
-        passes.append(differs and within)
+    known = (group[~group.isnan()] for group in values)
+    passes = [len(group) > 0 and bool((group != group[0]).any()) for group in known]
     return torch.tensor(passes, dtype=torch.bool)
 
 

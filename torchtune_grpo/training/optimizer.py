@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from torchtune import config, utils
 
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.machine.parallel import gather_over_ranks, rank, reduce_gradients, world_size
-from torchtune_grpo.trajectory import Trajectory
+from torchtune_grpo.machine.parallel import gather_over_ranks, reduce_gradients
 
 log = utils.get_logger("INFO")
 
@@ -40,21 +38,18 @@ class PolicyOptimizer:
     def __init__(self, cfg: GRPOConfig, policy: nn.Module) -> None:
         self.optimizer = make_optimizer(cfg.optimizer, policy.parameters())
         self.scheduler = make_lr_scheduler(cfg, self.optimizer)
-        self.guard = NonFiniteGuard(policy, Path(cfg.output_dir))
+        self.guard = NonFiniteGuard(policy)
         self._policy, self._max_norm = policy, cfg.clip_grad_norm
 
-    def step(
-        self, loss: Tensor, trajectory: Trajectory, *, num_tokens: int, step: int
-    ) -> dict[str, Any]:
+    def step(self, loss: Tensor, *, num_tokens: int, step: int) -> dict[str, Any]:
         """Sum the ranks' gradients, clip them, and take the step if they and the loss are finite.
 
-        If they are not, the trajectory that caused it is written to a file. If no rank has a token
-        to train on, the weights stay as they are. Returns metrics.
+        If no rank has a token to train on, the weights stay as they are. Returns metrics.
         """
         parameters = [*self._policy.parameters()]
         reduce_gradients(self._policy)
         norm = total_grad_norm(parameters)
-        if num_tokens > 0 and self.guard.allows_step(loss, norm, trajectory, step=step):
+        if num_tokens > 0 and self.guard.allows_step(loss, norm, step=step):
             if self._max_norm is not None:
                 nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
             optimizer_step(self.optimizer)
@@ -229,14 +224,10 @@ def total_grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 class NonFiniteGuard:
-    """Allows or skips each optimizer step, the same on all ranks, and saves skipped batches.
+    """Allows or skips each optimizer step, the same on all ranks."""
 
-    Each rank writes its part of a batch to a file in ``output_dir/nonfinite``.
-    """
-
-    def __init__(self, model: nn.Module, output_dir: Path) -> None:
-        self._model, self._folder = model, output_dir / "nonfinite"
-        self._in_a_row = 0
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._in_a_row = model, 0
         self.skipped = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -247,10 +238,8 @@ class NonFiniteGuard:
         """Continue the counts of ``state_dict``."""
         self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
 
-    def allows_step(
-        self, loss: Tensor, grad_norm: Tensor, trajectory: Trajectory, *, step: int
-    ) -> bool:
-        """Whether loss and gradient norm are finite on all ranks; if not, save the batch.
+    def allows_step(self, loss: Tensor, grad_norm: Tensor, *, step: int) -> bool:
+        """Whether loss and gradient norm are finite on all ranks.
 
         Raises a NonFiniteError the third time in a row.
         """
@@ -261,38 +250,24 @@ class NonFiniteGuard:
             return True
         self.skipped += 1
         self._in_a_row += 1
-        path = self._write(loss, grad_norm, trajectory, step)
         message = (
             f"Step {step}: loss {loss.item()} and gradient norm {grad_norm.item()} are not both "
-            f"finite{' on another rank' if finite else ''}; the optimizer step is skipped. The "
-            f"batch is in {path}."
+            f"finite{' on another rank' if finite else self._parameters()}; the optimizer step is "
+            "skipped."
         )
         if self._in_a_row >= MAX_IN_A_ROW:
             raise NonFiniteError(
-                f"{message} That is {self._in_a_row} in a row, and the run stops. Look at the "
-                "batch's rewards and log-probs; a lower learning rate or clip_grad_norm may help."
+                f"{message} That is {self._in_a_row} in a row, and the run stops. A lower "
+                "optimizer.lr or clip_grad_norm may help."
             )
         log.warning(message)
         return False
 
-    def _write(self, loss: Tensor, grad_norm: Tensor, trajectory: Trajectory, step: int) -> Path:
+    def _parameters(self) -> str:
+        """Name the parameters whose gradients are not finite, if any are."""
         gradients = [(name, p.grad) for name, p in self._model.named_parameters()]
         bad = [name for name, g in gradients if g is not None and not _local(g).isfinite().all()]
-        record: dict[str, Any] = {
-            "step": step,
-            "loss": loss.item(),
-            "grad_norm": grad_norm.item(),
-            "parameters": bad,  # whose gradients are not finite
-            "prompts": [*map(str, trajectory.prompts)],
-            "completions": [*map(str, trajectory.completions)],
-            "columns": trajectory.columns,
-            **{name: tensor.detach().cpu() for name, tensor in trajectory.tensors().items()},
-        }
-        suffix = f"_rank_{rank()}" if world_size() > 1 else ""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step_{step:06d}_{self.skipped}{suffix}.pt"
-        torch.save(record, path)
-        return path
+        return f" ({len(bad)} gradients, {bad[0]} for one)" if bad else ""
 
 
 def _local(tensor: Tensor) -> Tensor:
