@@ -5,17 +5,18 @@
     python benchmarks/rollout.py --shape M --dtype bf16 --prompts 1 --prompt-length 16 \
         --new-tokens 9 --ways native stock --repeats 1
     python benchmarks/rollout.py --shape SmolLM2 --prompts 16 --prompt-length 57 --new-tokens 12
-    python benchmarks/rollout.py --ways native turns slow_tool     # responses of several turns
+    python benchmarks/rollout.py --ways native turns tool slow_tool    # responses of several turns
+    python benchmarks/rollout.py --ways turns slow_tool --reply-steps 64
 
 S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
 3.2 1B, SmolLM2 is the 135M model; weights are random. Ways: `native` and `torchtune` are this
 package's engines, `stock` is torchtune's own `generate`, `transformers` is its `generate` with the
-same weights. `turns` and `slow_tool` are the native engine with turns of 32 tokens in the mean, and
-replies of 16 that count as tokens and come at once, or after a second: a rollout takes as long as
-`slowest_chain`, the most seconds that one response waits for its replies, and not `all_chains`, the
-sum over all. Each way runs in a process of its own, because the recipes change how the C library
-allocates memory: once to warm up, then `--repeats` times; the line holds medians. Prints one JSON
-line.
+same weights. `turns`, `tool` and `slow_tool` are the native engine with turns of 32 tokens in the
+mean, and replies of 16 that count as tokens and come at once, or after 0.1 or 2 seconds: a rollout
+takes about as long as `slowest_chain`, the most seconds that one response waits for its replies,
+and not `all_chains`, the sum over all. A reply is due after `--reply-steps` (0: null). Each way
+runs in a process of its own, because the recipes change how the C library allocates memory: once to
+warm up, then `--repeats` times; the line holds medians. Prints one JSON line.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOOLS = {"turns": 0.0, "slow_tool": 1.0}  # seconds
+TOOLS = {"turns": 0.0, "tool": 0.1, "slow_tool": 2.0}  # seconds
 # These allocate as the recipes do, the others as their users do.
 OURS = ("native", "torchtune", *TOOLS)
 WAYS = (*OURS, "stock", "transformers")
@@ -83,10 +84,13 @@ class Tool:
         return {name: calls * self._seconds for name, calls in chains.items()}
 
 
-def make_way(name: str, model: TransformerDecoder, request: RolloutRequest) -> Callable[[], int]:
+def make_way(
+    name: str, model: TransformerDecoder, request: RolloutRequest, *, reply_steps: int | None
+) -> Callable[[], int]:
     """Make a function that rolls out once and returns the number of tokens of all responses."""
     if name in OURS:
-        kind = "native" if name in TOOLS else name
+        given = {} if reply_steps is None else {"reply_steps": reply_steps or None}
+        kind = {"_component_": "native", **given} if name in TOOLS else name
         device = model.tok_embeddings.weight.device
         engine = make_engine(EngineContext(model, RolloutConfig(engine=kind), device))
         return lambda: int(engine.generate(request).lengths.sum())
@@ -165,7 +169,7 @@ def time_way(name: str, args: argparse.Namespace) -> dict[str, float]:
         tool = Tool(TOOLS[name], limit=args.new_tokens)
         stops = range(0, model.tok_embeddings.num_embeddings, TURN)
         request = replace(request, stop_tokens=stops, turns=tool)
-    way, waited = make_way(name, model, request), {}
+    way, waited = make_way(name, model, request, reply_steps=args.reply_steps), {}
     seconds = []
     for _ in range(args.repeats + 1):
         start = time.perf_counter()
@@ -191,6 +195,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["native", "torchtune", "stock"])
+    parser.add_argument("--reply-steps", type=int, help="0: null")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     ways = {name: apart(time_way, name, args) for name in args.ways}

@@ -25,7 +25,7 @@ from test_rollout import (
     text_of,
 )
 
-from torchtune_grpo.rollout import batch
+from torchtune_grpo.rollout import batch, paused
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers
@@ -201,10 +201,11 @@ def test_answered_rows_are_fed_together(monkeypatch):
         return extend(self, rows, cache)
 
     monkeypatch.setattr(NativeDecoder, "extend", counted)
-    got = native(model).generate(with_turns(asked, Scripted()))
+    got = native(model, reply_steps=None).generate(with_turns(asked, Scripted()))
     together, answered = len(fed), sum(fed)
-    monkeypatch.setattr(batch, "LIVE_PER_ANSWERED", 10**6)
-    assert_same_samples(native(model).generate(with_turns(asked, Scripted())), got)
+    monkeypatch.setattr(paused, "LIVE_PER_ANSWERED", 10**6)
+    again = native(model, reply_steps=None).generate(with_turns(asked, Scripted()))
+    assert_same_samples(again, got)
     assert sum(fed) == 2 * answered and len(fed) - together >= 2 * together
 
 

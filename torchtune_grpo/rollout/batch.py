@@ -3,7 +3,7 @@
 At most ``max_rows`` responses are sampled at once. A row leaves as soon as it has ended, and the
 next waiting row takes its slot; a prompt's keys and values stay until all of its rows have ended.
 With turns, a row also leaves at the end of each, but keeps its slot. Rows that have a reply take
-the next free places together, once they are an eighth as many as the live ones.
+the next free places together.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torchtune_grpo.rollout.attention import GridAttention, KernelAttention
 from torchtune_grpo.rollout.cache import CachedPrompt, CacheSize, GroupCache, LiveRows, Row
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
-from torchtune_grpo.rollout.request import Progress, RolloutRequest, Turns
+from torchtune_grpo.rollout.paused import PausedRows
+from torchtune_grpo.rollout.request import Progress, RolloutRequest
 from torchtune_grpo.rollout.sampling import Sampler, uniforms
 from torchtune_grpo.trajectory import Samples, length_mask
 
 # The most tokens of prompts or replies that are fed side by side; a longer one is fed alone.
 PREFILL_TOKENS = 4096
-LIVE_PER_ANSWERED = 8  # a pass over the tokens of one reply costs about as much as a step
 KEYS_PER_TOKEN = 16  # a reply reads keys from the cache, and this many count as a token
 
 # Steps between two checks for ended rows. A check makes the host wait for the device: on CUDA it is
@@ -64,7 +64,8 @@ class GroupRollout:
         self._rows = [Row(n, prompts[n // group]) for n in range(request.num_rows)]
         self._waiting = deque(self._rows)
         self.live: list[Row] = []  # in the order of their slots
-        self._paused: dict[int, Row] = {}  # between two turns, by number
+        self._paused = PausedRows(request.turns)
+        self._steps = 0
         self._free_slots = list(range(size.slots))  # a heap, as is the next
         self._free_prompt_slots = list(range(size.prompts))
 
@@ -80,8 +81,12 @@ class GroupRollout:
             self._attention = GridAttention(self.layout, cache, heads=decoder.heads)
         self.transcript = Transcript(request, slots=size.rows, vocab=decoder.vocab, buffers=buffers)
 
-    def run(self, must_stop: Callable[[], bool]) -> Samples:
-        """Sample all rows, or as much of them as possible until ``must_stop()``."""
+    def run(self, must_stop: Callable[[], bool], *, reply_steps: int | None = None) -> Samples:
+        """Sample all rows, or as much of them as possible until ``must_stop()``.
+
+        A reply is due ``reply_steps`` decoding steps after a turn's end; None: whenever it comes.
+        """
+        self._paused.steps = reply_steps
         if self._graphs is not None:  # recorded steps are valid while no tensor moves
             held = (self._decoder.tensors(), self._cache.tensors(), self._buffers.tensors())
             self._graphs.drop_unless_at(chain.from_iterable(held))
@@ -99,7 +104,7 @@ class GroupRollout:
         self._remove_ended()  # since the last look, if it must stop
         return self.transcript.samples(
             lengths=[row.count for row in self._rows],
-            truncated=[not row.ended or row.number in self._paused for row in self._rows],
+            truncated=[not row.ended or row in self._paused for row in self._rows],
         )
 
     def _room(self, row: Row) -> int:
@@ -108,13 +113,16 @@ class GroupRollout:
         return min(most - sampled, self._request.max_row_tokens - row.count)
 
     def replace_ended(self) -> bool:
-        """Remove ended rows; answered and waiting ones take their places. True if any do."""
+        """Remove ended rows; answered and waiting ones take their places.
+
+        True if any do, or if replies that are due have not come.
+        """
         is_idle = not self.live  # nothing could be started the last time
-        ended = self._remove_ended()
-        answered = self._next_turns([row for row in ended if row.number in self._paused], is_idle)
-        new = self._next_rows(self._max_rows - len(self.live) - len(answered))
+        ended, answered = self._remove_ended(), self._next_turns(is_idle)
+        is_late, answered = answered is None, answered or []
+        new = [] if is_late else self._next_rows(self._max_rows - len(self.live) - len(answered))
         if not ended and not answered and not new:
-            return False
+            return is_late
         self.live = sorted([*self.live, *answered, *new], key=lambda row: row.slot)
         if not self._decoder.has_kernel:
             self._close_gaps()
@@ -124,7 +132,7 @@ class GroupRollout:
             self._sample_first(new)
         if self.live:
             self.layout.update(self.live)
-        return bool(answered or new)
+        return bool(answered or new or is_late)
 
     def _remove_ended(self) -> list[Row]:
         """Take the rows that have ended, or their turns, out of the live ones."""
@@ -141,9 +149,11 @@ class GroupRollout:
             if length or not self._room(row):
                 row.ended, row.count = length > 0, length or row.count
                 ended.append(row)
-        if self._request.turns is not None:
-            self._paused |= {row.number: row for row in ended if row.ended}
-        self._free([row for row in ended if row.number not in self._paused])
+        for row in ended:
+            if self._request.turns is not None and row.ended:
+                row.response = self.transcript.tokens[row.number, : row.count].tolist()
+                self._paused.add(row, now=self._steps)
+        self._free([row for row in ended if row not in self._paused])
         self.live = [row for row in self.live if row not in ended]
         return ended
 
@@ -158,32 +168,21 @@ class GroupRollout:
             if not row.prompt.rows_left:
                 heapq.heappush(self._free_prompt_slots, row.prompt.slot)
 
-    def _next_turns(self, ended: Sequence[Row], is_idle: bool) -> list[Row]:
-        """Ask for replies to rows whose turns have ended; return those that go on now."""
-        if self._request.turns is not None and self._paused:
-            self._ask(self._request.turns, ended, is_idle)
-        answered = [row for row in self._paused.values() if row.is_answered]
-        if len(answered) * LIVE_PER_ANSWERED < len(self.live):
-            return []
-        answered = answered[: self._max_rows - len(self.live)]
-        for row in answered:
-            del self._paused[row.number]
-        return answered
+    def _next_turns(self, is_idle: bool) -> list[Row] | None:
+        """Return the rows that go on with a reply, after freeing those whose replies are empty.
 
-    def _ask(self, turns: Turns, ended: Sequence[Row], is_idle: bool) -> None:
-        """Ask about rows whose turns have ended, take the replies, and free rows without one."""
-        for row in ended:
-            row.response = self.transcript.tokens[row.number, : row.count].tolist()
-            turns.end_turn(row.number, row.response, sampled=row.count - row.given)
-        replies = turns.replies(wait=is_idle)
+        None: a reply that is due has not come.
+        """
+        replies = self._paused.answered(now=self._steps, live=len(self.live), is_idle=is_idle)
+        if replies is None:
+            return None
         self._free([self._paused.pop(number) for number, reply in replies.items() if not reply])
-        for number, reply in replies.items():
-            if reply:
-                row = self._paused[number]
-                assert not row.is_answered, "a turn has one reply"
-                row.response = [*row.response, *reply]
-                fits = self._room(row) and len(row.response) < self._request.max_row_tokens
-                assert fits, "a reply leaves at least one token to sample"
+        going = [number for number, reply in replies.items() if reply]
+        rows = [self._paused.pop(number) for number in going[: self._max_rows - len(self.live)]]
+        for row in rows:
+            fits = self._room(row) and len(row.response) < self._request.max_row_tokens
+            assert fits, "a reply leaves at least one token to sample"
+        return rows
 
     def _next_rows(self, places: int) -> list[Row]:
         """Give slots to waiting rows, and prefill prompts that are not in the cache yet."""
@@ -213,7 +212,7 @@ class GroupRollout:
         If index and slot are the same for all rows, torch's operators read the cache as it lies.
         """
         gaps = sorted({*range(len(self.live))} - {row.slot for row in self.live})
-        paused = {row.slot: row for row in self._paused.values()}
+        paused = {row.slot: row for row in self._paused}
         for row, slot in zip(reversed(self.live), reversed(gaps), strict=False):
             other = paused.get(slot)
             # With what a row has sampled in vain: it may not be finite.
@@ -273,6 +272,7 @@ class GroupRollout:
             constants = request.params, request.row_limit, request.vocab_size
             shape = rows, len(request.keys), tuple(request.stop_tokens), *constants
             self._graphs.run(self._step, shape=shape)
+        self._steps += 1
         for row in self.live:
             row.count += 1
 

@@ -157,10 +157,6 @@ class Row:
     response: Sequence[int] = ()
     ended: bool = False  # its turn, by a stop token or a stop string
 
-    @property
-    def is_answered(self) -> bool:
-        return len(self.response) > self.count
-
 
 def padded_rows(rows: int) -> int:
     """Number of rows in a decoding step, including padding rows.

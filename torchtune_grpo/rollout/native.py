@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
+from torchtune_grpo.config.keys import PositiveInt
 from torchtune_grpo.machine.device import free_bytes, multiplies_bf16
 from torchtune_grpo.machine.parallel import gathered
 from torchtune_grpo.rollout.batch import GroupRollout
@@ -41,6 +42,8 @@ class NativeEngine(RolloutEngine):
 
     ``merge_adapters`` adds LoRA to copied weights (DoRA always is); auto = if that is exact and
     fits. ``cuda_graphs`` records decoding steps and replays them, which saves kernel launches.
+    The reply to a turn is due ``reply_steps`` decoding steps after its end; None = whenever it
+    comes, which repeats nothing, but is faster with slow tools (docs/rollout.md).
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class NativeEngine(RolloutEngine):
         *,
         merge_adapters: Merge = "auto",
         cuda_graphs: Literal["auto", "never"] = "auto",
+        reply_steps: PositiveInt | None = 16,
     ) -> None:
         reason = unsupported_reason(context.model)
         if reason is not None:
@@ -57,6 +61,8 @@ class NativeEngine(RolloutEngine):
         self._device, self._bytes_to_come = context.device, context.bytes_to_come
         self._update_bytes = context.update_bytes
         self._merge_adapters = merge_adapters
+        # With a deadline time decides, anyway.
+        self._reply_steps = reply_steps if context.settings.deadline is None else None
         self._graphs: StepGraphs | None = None
         if cuda_graphs == "auto" and self._device.type == "cuda":
             self._graphs = StepGraphs(CudaRecorder())
@@ -67,8 +73,8 @@ class NativeEngine(RolloutEngine):
         self._cache: GroupCache | None = None
 
     @classmethod
-    def capabilities(cls, **arguments: Any) -> Capabilities:
-        return Capabilities(turns=True, filters=True, reproducible=True)
+    def capabilities(cls, *, reply_steps: int | None = 0, **arguments: Any) -> Capabilities:
+        return Capabilities(turns=True, filters=True, reproducible=reply_steps is not None)
 
     def rows_at_once(self, request: RolloutRequest) -> int:
         """Return the number of rows of a request that are sampled at once.
@@ -109,7 +115,7 @@ class NativeEngine(RolloutEngine):
             size = CacheSize.of(request, max_rows=self.rows_at_once(request))
             graphs = self._graphs if decoder.has_kernel else None
             rollout = GroupRollout(decoder, cache, self._buffers, request, size=size, graphs=graphs)
-            return rollout.run(stop)
+            return rollout.run(stop, reply_steps=self._reply_steps)
 
     @contextmanager
     def current_weights(self) -> Iterator[tuple[NativeDecoder, GroupCache]]:
