@@ -6,7 +6,7 @@ import torch
 from common import rows_of
 
 from torchtune_grpo.rewards import RewardScores
-from torchtune_grpo.trajectory import Trajectory
+from torchtune_grpo.trajectory import Completion, Prompt, Trajectory
 
 NAN = math.nan
 LENGTHS = torch.tensor([1, 2, 3, 2])
@@ -23,8 +23,8 @@ def make_trajectory() -> Trajectory:
         truncated=torch.tensor([False, False, False, True]),
         sampler_logprobs=torch.full((4, 3), -1.0),
         behaviour_logprobs=torch.full((4, 3), -1.0) - torch.tensor([0.0, math.log(0.5), 9.0]),
-        prompts=["p", "p", "q", "q"],
-        completions=["a", "b", "c", "d"],
+        prompts=[Prompt.of(text) for text in "ppqq"],
+        completions=[Completion.of(text, "stop_string") for text in "abcd"],
         advantages=torch.tensor([0.7, -0.7, 0.0, 0.0]),
     )
     rows.response_mask[2, 2] = False

@@ -292,7 +292,7 @@ class GRPO:
             seed=run.cfg.seed if seed is None else seed,
         )
         starts = range(0, rows.num_rows, num_samples)
-        texts = [rows.completions[i : i + num_samples] for i in starts]
+        texts = [[*map(str, rows.completions[i : i + num_samples])] for i in starts]
         return texts[0] if is_one else texts
 
     def close(self) -> None:

@@ -274,7 +274,6 @@ class Run:
             self.given,
             rewards=self.rewards.ranges,
             decider=self.rewards.decider,
-            stop_tokens=self.tokenizer.stop_tokens,
             device=self.device,
         )
 

@@ -17,7 +17,7 @@ A response token has up to five log-probs, each [N, L]; all except the behaviour
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -26,6 +26,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    """Return a message as chat templates and rewards with ``format: chat`` get it."""
+    return {"role": role, "content": text}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, of which rewards get the text or the messages."""
+
+    text: str  # of its last message
+    messages: Sequence[Mapping[str, Any]]
+    is_chat: bool = False  # its row has messages, not a text
+
+    @classmethod
+    def of(cls, prompt: str | Prompt) -> Prompt:
+        return prompt if isinstance(prompt, Prompt) else cls(prompt, [message("user", prompt)])
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A response, prefill included, of which rewards get the text or the messages.
+
+    What has a ``kind`` is a conversation: its text is that of the last message.
+    """
+
+    text: str
+    messages: Sequence[Mapping[str, Any]]  # the assistant's, with their tool_calls, and the replies
+    # stop_token, stop_string, length or deadline; of a conversation, one of its STOPS
+    ended: str = ""
+    kind: str = ""  # name of the environment that answered
+    environment: Any = None  # what rewards get as one of ``environments``
+    reward: float | None = None  # the environment's own; None = it has none
+    has_tools: bool = False
+    turns: int = 1
+    calls: int = 0  # of tools, that were made
+    failed_calls: int = 0
+    error: str | None = None  # of the environment's code, which has ended it
+
+    @classmethod
+    def of(cls, completion: str | Completion, ended: str = "") -> Completion:
+        if isinstance(completion, Completion):
+            return completion
+        return cls(completion, [message("assistant", completion)], ended)
+
+    @property
+    def failed(self) -> bool:
+        """Whether its environment did, so that no reward applies."""
+        return self.ended == "tool_failed"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __getstate__(self) -> dict[str, Any]:  # for other ranks, which cannot use the environment
+        return {**vars(self), "environment": None}
 
 
 def length_mask(lengths: Tensor, width: int) -> Tensor:
@@ -61,8 +120,8 @@ class Trajectory:
     truncated: Tensor  # [N] bool, True where a limit or a deadline cut the response off
     sampler_logprobs: Tensor  # [N, L]
     behaviour_logprobs: Tensor  # [N, L]
-    prompts: list[str]  # N texts, as rewards see them
-    completions: list[str]  # N texts, prefill included, as rewards see them
+    prompts: list[Prompt]  # N
+    completions: list[Completion]  # N
     columns: dict[str, list[Any]]  # the data set's other columns, N values each
     advantages: Tensor | None = None  # [N]; None = not scored
     ref_logprobs: Tensor | None = None  # [N, L]; None = no KL term

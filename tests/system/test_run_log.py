@@ -32,7 +32,7 @@ FILES = [COMPLETIONS_FILE, RUN_FILE]
 def groups(scores, step=1):
     """Make the records of one group of two completions."""
     cfg = SimpleNamespace(log_groups=1, grpo_samples=2, max_generated_tokens=3, seed=0)
-    recorder = GroupRecorder(cfg, decider="a", stop_tokens=(1,))
+    recorder = GroupRecorder(cfg, decider="a")
     recorder.rollout(make_trajectory(), scores)
     return recorder.take(step)[0]
 

@@ -199,7 +199,7 @@ def test_rows_without_a_gold_are_left_out_unless_they_are_the_most(
     with caplog.at_level(logging.INFO):
         RewardSet.from_config([MATH_NODE, COSINE]).check_data(data, key="dataset")
     assert [*data.row_numbers] == [1, 4]
-    assert [(item["index"], item["prompt"]) for item in data] == [(0, "b"), (1, "e")]
+    assert [(item["index"], item["prompt"].text) for item in data] == [(0, "b"), (1, "e")]
     assert caplog.messages[1:] == [
         "dataset: 2 of 4 rows (counted from 0) are left out: the reward 'math_correctness_reward' "
         "can score no answer: answer='none' does not state one number (row 2); the reward "

@@ -39,7 +39,7 @@ def test_forms_of_a_data_set(folder, llama3_tokenizer):
     assert len(nodes) == 3 and len(local) == 2
     for node in local:
         data = instantiate("dataset", node, llama3_tokenizer)
-        assert len(data) == 2 and data[1]["prompt"] == "What is 3 + 4?"
+        assert len(data) == 2 and data[1]["prompt"].text == "What is 3 + 4?"
     for node in mixed.dataset.datasets.values():
         node |= {"_component_": "torchtune_grpo.data.RLDataset", "source": "problems.jsonl"}
         node.split = "train"

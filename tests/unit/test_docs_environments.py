@@ -57,7 +57,7 @@ def test_search_within_the_message(played):
     script = ["<search>capital of France</search>", "<answer>Paris</answer>" + END]
     rows, scores = played(2, [script], answer="Paris")
     assert scores.of("Search").tolist() == [1]
-    assert "</search><information>Paris</information><answer>" in rows.completions[0]
+    assert "</search><information>Paris</information><answer>" in rows.completions[0].text
 
 
 def test_the_page_names_all_ends():

@@ -154,7 +154,7 @@ def test_trl_tools(qwen):
     )
     (talk,) = rows.completions
     results = [turn["content"] for turn in talk.messages if turn["role"] == "tool"]
-    assert (results, talk, talk.ended) == (["42", "3"], "It is 42.", "answered")
+    assert (results, talk.text, talk.ended) == (["42", "3"], "It is 42.", "answered")
     assert "Multiplies two integers." in qwen.decode(rows.tokens[0].tolist())
 
 
@@ -241,7 +241,7 @@ def test_trl_environment_whose_reset_adds_to_the_prompt(qwen):
     assert "Play. Guess the word.<|im_end|>" in qwen.decode(
         rows.tokens[0].tolist(), skip_special_tokens=False
     )
-    assert rows.prompts[0] == "Play. Guess the word."
+    assert rows.prompts[0].text == "Play. Guess the word."
     error = rows.completions[1].messages[3]["content"]
     assert error.startswith("{'error': \"") and "unexpected keyword argument 'word'" in error
 
@@ -436,7 +436,8 @@ def test_an_answer_within_the_policys_message(qwen):
         chat=False,
     )
     whole = "<search>ab</search><information>ab?</search></information>So <answer>c</answer>"
-    assert rows.completions == [whole] and rows.completions[0].ended == "answered"
+    (talk,) = rows.completions
+    assert (talk.text, talk.ended) == (whole, "answered")
     assert scores.of("Search").tolist() == [1]
     text = qwen.decode(rows.completion_ids[0], skip_special_tokens=False)
     assert text == "<search>ab</search>So <answer>c</answer><|im_end|>"
@@ -474,7 +475,8 @@ def test_a_process_takes_the_methods_of_other_libraries(qwen):
     row = {"prompt": "Guess: ", "seed": 7, "answer": "7"}
     rows, scores = play(qwen, [["5", "7"]], rows=[row], chat=False, **game)
     assert scores.of("Gym").tolist() == [1]
-    assert rows.completions == ["5 low 7"] and rows.completions[0].ended == "done"
+    (talk,) = rows.completions
+    assert (talk.text, talk.ended) == ("5 low 7", "done")
 
 
 def test_an_evaluation_has_only_so_many_processes_at_once(tmp_path, monkeypatch):
@@ -551,7 +553,7 @@ def test_a_server_of_one_session_is_refused_at_the_start(qwen):
     encoder = PromptEncoder(qwen)
     environment = Environment(kinds, settings, encoder, ReplyEncoder(qwen, roles=()), None, 100)
     with pytest.raises(ValueError, match="a second session.*CAPACITY_REACHED.*max_concurrent_envs"):
-        environment.check_sessions({}, encoder.text("Hi"))
+        environment.check_sessions({}, encoder.prompt("Hi"))
     assert not OneAtATime.in_use
 
 
@@ -625,8 +627,8 @@ def test_the_calculator_of_the_shipped_config(qwen):
         **OmegaConf.to_object(cfg.environment),
     )
     assert scores.of("Calculator").tolist() == [1, 0, 0]
-    assert rows.completions[0] == "\ncalc(312 * 405) = 126360. The answer is 126360.\n\n"
-    assert " = ?" in rows.completions[1]
+    assert rows.completions[0].text == "\ncalc(312 * 405) = 126360. The answer is 126360.\n\n"
+    assert " = ?" in rows.completions[1].text
 
 
 def test_the_game_of_guessing(tmp_path):

@@ -18,7 +18,7 @@ from torchtune_grpo.loss import LossOutput
 from torchtune_grpo.monitor import recorder as recorder_module
 from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.monitor.recorder import GroupRecorder
-from torchtune_grpo.trajectory import Trajectory
+from torchtune_grpo.trajectory import Completion, Trajectory
 
 
 def of_rollout(total=(1.0, 3.0, 5.0, 5.0), **changes):
@@ -81,7 +81,7 @@ def test_groups_that_teach_and_groups_of_equal_texts():
     values = of_rollout(total=(1.0, 1.0, 5.0, 5.0), advantages=torch.zeros(4))
     assert (values["frac_informative_groups"], values["frac_reward_zero_std"]) == (0, 1)
     assert values["reward_std_in_group"] == 0
-    values = of_rollout(total=(1.0, 1.0, 5.0, 5.0), completions=["a", "b", "a", "a"])
+    values = of_rollout(total=(1.0, 1.0, 5.0, 5.0), completions=[*map(Completion.of, "abaa")])
     assert values["frac_informative_groups"] == values["frac_groups_same_text"] == 0.5
 
 
@@ -151,7 +151,7 @@ def make_recorder(trajectory, scores, *, num_groups=2, deadline=60.0):
     """A recorder that has seen a rollout."""
     cfg = SimpleNamespace(log_groups=num_groups, grpo_samples=2, max_generated_tokens=3, seed=0)
     cfg.rollout = SimpleNamespace(deadline=deadline)
-    recorder = GroupRecorder(cfg, decider="a", stop_tokens=(1,))
+    recorder = GroupRecorder(cfg, decider="a")
     recorder.rollout(trajectory, scores)
     return recorder
 
@@ -206,19 +206,6 @@ def test_mean_logprobs_leave_out_what_is_not_trained_on():
         r["completion"]: (r["sampler_logprob"], r["trainer_logprob"]) for g in groups for r in g
     }
     assert found == {"a": (-1, -2), "b": (-50, -100), "c": (-2, -4), "d": (None, None)}
-
-
-def test_why_a_response_ended():
-    trajectory = replace(
-        make_trajectory(),
-        response_lengths=torch.tensor([1, 2, 3, 2]),
-        truncated=torch.tensor([False, False, True, True]),
-    )
-    assert trajectory.tokens[0, 1] == 1
-    for deadline, last in ((60.0, "deadline"), (None, "length")):  # the limit of all tokens
-        groups, _ = take(trajectory, make_scores(), deadline=deadline)
-        ends = [record["ended"] for group in groups for record in group]
-        assert ends == ["stop_token", "stop_string", "length", last]
 
 
 def many(count, informative):

@@ -50,14 +50,14 @@ def test_columns_hold_gold_and_worked_answer(load, llama3_tokenizer):
     first, second = load(gsm8k_dataset, PROBLEMS)
     question = PROBLEMS[0]["question"]
     solution = "48/2 = 24 clips.\nSo $24."
-    assert first["prompt"] == question
+    assert first["prompt"].text == question
     text = llama3_tokenizer.decode(first["tokens"])
     assert all(tag in text for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     assert first["columns"] == {"question": question, "answer": "24", "solution": solution}
     assert second["columns"]["answer"] == "-1234567"
     assert second["columns"]["solution"] == "Mark a #### b first."
     item = load(gsm8k_dataset, PROBLEMS, prompt_template="{question}\n{solution}")[0]
-    assert "<<" not in item["prompt"] and "So $24." in item["prompt"]
+    assert "<<" not in item["prompt"].text and "So $24." in item["prompt"].text
 
 
 @pytest.mark.parametrize("answer", ["so it is ####72", "#### ,"])
@@ -72,7 +72,7 @@ def test_an_answer_without_gold_is_left_out(load, answer, caplog):
 
 def test_a_humaneval_item_holds_the_test_and_not_the_solution(load, llama3_tokenizer):
     data = load(humaneval_dataset, [FUNCTION])
-    assert data[0]["prompt"] == FUNCTION["prompt"]
+    assert data[0]["prompt"].text == FUNCTION["prompt"]
     expected = {name: FUNCTION[name] for name in ("task_id", "test", "entry_point")}
     assert data[0]["columns"] == {**expected, "setup": FUNCTION["prompt"]}
     text = llama3_tokenizer.decode(data[0]["tokens"], skip_special_tokens=False)
@@ -131,11 +131,11 @@ def test_answers_and_worked_steps_are_right_and_the_splits_apart():
     seen: dict[str, set] = {}
     for split, count in (("train", 10_000), ("test", 1100)):
         data = arithmetic_dataset(Bytes(), levels=[*LEVELS], split=split, chat=False)
-        assert len(data) == len({item["prompt"] for item in data}) == count
+        assert len(data) == len({item["prompt"].text for item in data}) == count
         assert [item["columns"]["level"] for item in data][:16] == [*LEVELS] * 2
         seen[split] = set()
         for item in data:
-            question, row = item["prompt"], item["columns"]
+            question, row = item["prompt"].text, item["columns"]
             assert int(row["answer"]) == answer_from_question(question), row
             *lines, last = row["solution"].split("\n")
             assert last == f"#### {row['answer']}" and lines[-1].endswith(f"={row['answer']}")
@@ -170,10 +170,10 @@ def test_questions_about_numbers_are_right_and_held_out(llama3_tokenizer, task):
         numbers[split] = set()
         for item in (data[i] for i in range(len(data))):
             row = item["columns"]
-            drawn = [*map(int, re.findall("[0-9]+", item["prompt"]))]
+            drawn = [*map(int, re.findall("[0-9]+", item["prompt"].text))]
             assert row["answer"] == str(solve(drawn))
             numbers[split].add(tuple(sorted(drawn)))
-        assert len({data[i]["prompt"] for i in range(count)}) == count
+        assert len({data[i]["prompt"].text for i in range(count)}) == count
     assert not numbers["train"] & numbers["test"]
 
 

@@ -55,8 +55,8 @@ def test_every_gold_of_gsm8k(llama3_tokenizer, split, num_rows):
         assert int(item["columns"]["answer"]) == int(last_line[5:].replace(",", ""))
         assert item["columns"]["answer"].lstrip("-").isascii()
         assert item["columns"]["answer"].lstrip("-").isdigit()
-        assert item["prompt"] == row["question"] == item["columns"]["question"]
-        assert "<<" not in item["prompt"] + item["columns"]["solution"]
+        assert item["prompt"].text == row["question"] == item["columns"]["question"]
+        assert "<<" not in item["prompt"].text + item["columns"]["solution"]
     start = time.process_time()
     RewardSet.from_config(MATH).check_data(data, key="dataset")
     assert time.process_time() - start < 5  # 0.6 s by itself, for three rewards and all rows

@@ -29,7 +29,7 @@ def scorer(**node):
 
     def score(item, *texts):
         columns = {name: [value] * len(texts) for name, value in item["columns"].items()}
-        prompts = [item["prompt"]] * len(texts)
+        prompts = [item["prompt"].text] * len(texts)
         return rewards(prompts=prompts, completions=texts, columns=columns).total.tolist()
 
     yield score
@@ -47,8 +47,8 @@ def test_no_question_is_asked_twice_or_in_both_splits(llama3_tokenizer):
     """Also in another order of its numbers, although different seeds share most of these sums."""
     train = data(llama3_tokenizer, num_samples=100, seed=1, settings=SHORT)
     test = data(llama3_tokenizer, split="test", num_samples=30, seed=2, settings=SHORT)
-    asked = [item["prompt"] for item in train + test]
-    numbers = [{str(sorted(item["prompt"])) for item in items} for items in (train, test)]
+    asked = [item["prompt"].text for item in train + test]
+    numbers = [{str(sorted(item["prompt"].text)) for item in items} for items in (train, test)]
     assert len({*asked}) == 130 and not numbers[0] & numbers[1]
     assert train == data(llama3_tokenizer, num_samples=100, seed=1, settings=SHORT)
     assert train != data(llama3_tokenizer, num_samples=100, seed=3, settings=SHORT)

@@ -128,7 +128,7 @@ def test_a_reward_may_change_all_that_it_gets():
 
     steps, entry = [1, 2], {"deep": {"list": [3]}}  # the rows of a group share them
     given = {"steps": [steps] * 2, "entry": [entry] * 2}
-    rewards = [Reward(name, vandal, chat=True) for name in "ab"]
+    rewards = [Reward(name, vandal, format="chat") for name in "ab"]
     for _ in range(2):
         score(*rewards, n=2, columns=given, completion_ids=[[5], [6]])
     turns = [[[{"role": role, "content": f"{x}{i}"}] for i in (0, 1)] for role, x in ROLES]
@@ -221,7 +221,7 @@ def test_chat_gives_all_messages_and_text_the_last(llama3_tokenizer):
         seen["text"] = prompts
         return [0.0] * len(prompts)
 
-    rewards = RewardSet([Reward("a", spy, chat=True), Reward("b", text, chat=False)])
+    rewards = RewardSet([Reward("a", spy, format="chat"), Reward("b", text, format="text")])
     for _ in range(2):
         rewards(prompts=batch.prompts, completions=["3", "4"], columns=batch.columns)
         system = {"role": "system", "content": "Be brief."}
@@ -251,7 +251,7 @@ def test_what_a_reward_gets_follows_from_the_row(llama3_tokenizer):
     scores = rewards(**given)
     assert seen["own"] == ([turns], [[{"role": "assistant", "content": answer}]])
     assert scores.scores.tolist() == [[0.0, 1.0, -0.5]]
-    RewardSet([Reward("own", spy, chat=False)])(**given)
+    RewardSet([Reward("own", spy, format="text")])(**given)
     assert seen["own"] == (["1+1?"], [answer])
 
     def length(prompts, completions, **columns):
@@ -265,7 +265,7 @@ def test_all_shipped_rewards_read_text():
     names = [n for n in shipped_rewards.__all__ if re.search(".(Reward|Penalty|_reward)$", n)]
     assert len(names) >= 14
     for name in names:
-        assert Reward(name, getattr(shipped_rewards, name)).chat is False
+        assert Reward(name, getattr(shipped_rewards, name)).format == "text"
 
 
 def test_async_rewards_wait_side_by_side():

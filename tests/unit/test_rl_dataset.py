@@ -22,6 +22,7 @@ from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.rewards import Reward, RewardSet, math_correctness_reward
+from torchtune_grpo.trajectory import Prompt
 
 ROWS = [
     {"prompt": "1+1?", "answer": "2", "level": 1},
@@ -60,23 +61,21 @@ def test_an_item_holds_tokens_text_and_the_other_columns(llama3_tokenizer):
     assert data[1] == {
         "index": 1,
         "tokens": [llama3_tokenizer.bos_id, *b"twelve times twelve?<think>"],
-        "prompt": "twelve times twelve?",
+        "prompt": Prompt.of("twelve times twelve?"),
         "columns": {"answer": "144", "level": 3},
     }
     assert data.prefill == "<think>"
 
 
 def test_positions_count_from_both_ends_and_items_are_copies(llama3_tokenizer):
-    """A text knows the messages that it stands for."""
     data = make(llama3_tokenizer, system_prompt="Be brief.")
     assert data[-1] == data[2] and [item["index"] for item in data] == [0, 1, 2]
     before, changed = list(pickle.loads(pickle.dumps(data))), data[0]
     changed["tokens"].append(-7)
     changed["columns"]["answer"] = "wrong"
-    changed["prompt"].messages.clear()
-    assert list(data) == before and isinstance(before[0]["prompt"], str)
+    assert list(data) == before
     expected = chat(("system", "Be brief."), ("user", "1+1?"))
-    assert data[0]["prompt"].messages == before[0]["prompt"].messages == expected
+    assert data[0]["prompt"].messages == expected
 
 
 # Templates
@@ -87,7 +86,7 @@ def test_templates_and_columns(llama3_tokenizer):
 
     def item_of(row, **options):
         (item,) = make(llama3_tokenizer, [{"prompt": "1+1?", **row}], **options)
-        return item["prompt"], item["columns"]
+        return item["prompt"].text, item["columns"]
 
     found = item_of({"n": 3}, prompt_template="({n}) {prompt} {{x}}")
     assert found == ("(3) 1+1? {x}", {"n": 3})
@@ -156,7 +155,7 @@ def test_later_rows_are_read_when_they_are_drawn(
         data = RLDataset(llama3_tokenizer, **given, chat=False)
         RewardSet([Reward("right", math_correctness_reward)]).check_data(data, key="dataset")
         data.check(short, where="dataset")
-        drawn = [(item["index"], item["prompt"]) for item in [*data, *data][: len(data)]]
+        drawn = [(item["index"], item["prompt"].text) for item in [*data, *data][: len(data)]]
     later = [(6, "4+4?")] * 4
     first = [(0, "1+1?"), (1, "twelve times twelve?"), (2, "2+3?")]
     assert drawn == [*first, *later, (0, "1+1?")]
@@ -170,7 +169,7 @@ def test_later_rows_are_read_when_they_are_drawn(
     assert data[-2] == data[6] and data[6]["columns"] == {"answer": "8", "level": 1}
     assert len(RLDataset(llama3_tokenizer, **given, num_samples=4)) == 4
     data.check(lambda items: {0: "odd", 1: None}, where="dataset", drawn_rows=False)
-    assert len(data) == 7 and data[1]["prompt"] == "2+3?"
+    assert len(data) == 7 and data[1]["prompt"].text == "2+3?"
 
 
 def test_the_parquet_of_verl_feeds_a_shipped_reward(llama3_tokenizer, tmp_path):
@@ -251,7 +250,7 @@ BAD_ROWS = [
 def test_rows_without_a_prompt_are_left_out_and_reported(llama3_tokenizer, caplog, row, reason):
     caplog.set_level(logging.INFO)
     data = make(llama3_tokenizer, [{"prompt": "a"}, row, {"prompt": "b"}])
-    assert [item["prompt"] for item in data] == ["a", "b"] and [*data.row_numbers] == [0, 2]
+    assert [item["prompt"].text for item in data] == ["a", "b"] and [*data.row_numbers] == [0, 2]
     (message,) = caplog.messages
     assert message.startswith(f"rows: 1 of 3 rows (counted from 0) are left out: {reason}")
     assert message.endswith(" (row 1).")
@@ -267,7 +266,7 @@ def test_nothing_left_is_an_error(llama3_tokenizer):
 def test_a_blank_prompt_in_a_template_is_blank(llama3_tokenizer):
     rows = [{"prompt": "", "unit": ""}, {"prompt": "a", "unit": ""}, {"prompt": "b", "unit": None}]
     data = make(llama3_tokenizer, rows, prompt_template="Solve: {prompt} {unit}")
-    assert [item["prompt"] for item in data] == ["Solve: a "]
+    assert [item["prompt"].text for item in data] == ["Solve: a "]
 
 
 def test_a_transform_makes_the_rows_and_may_refuse_some(llama3_tokenizer):
@@ -277,7 +276,7 @@ def test_a_transform_makes_the_rows_and_may_refuse_some(llama3_tokenizer):
         return {"prompt": row["prompt"].upper(), "twice": 2 * row["level"]}
 
     data = make(llama3_tokenizer, transform=to_row)
-    assert [(item["prompt"], item["columns"]["twice"]) for item in data] == [
+    assert [(item["prompt"].text, item["columns"]["twice"]) for item in data] == [
         ("1+1?", 2),
         ("2+3?", 2),
     ]
@@ -290,7 +289,7 @@ def test_a_transform_makes_the_rows_and_may_refuse_some(llama3_tokenizer):
 def test_num_samples_takes_the_first_usable_rows(llama3_tokenizer):
     for num_samples, count in [(2, 2), (99, 3)]:
         data = make(llama3_tokenizer, [{**ROWS[0], "prompt": ""}, *ROWS], num_samples=num_samples)
-        assert [item["prompt"] for item in data] == [row["prompt"] for row in ROWS[:count]]
+        assert [item["prompt"].text for item in data] == [row["prompt"] for row in ROWS[:count]]
     with pytest.raises(ValueError, match="^num_samples=0: give 1 or more"):
         make(llama3_tokenizer, num_samples=0)
 
@@ -361,7 +360,7 @@ def test_a_file_is_known_by_its_name(llama3_tokenizer, tmp_path, ending):
     expected = [*make(llama3_tokenizer, rows)]
     assert [*RLDataset(llama3_tokenizer, source=path, **options)] == expected
     (second,) = RLDataset(llama3_tokenizer, source=path, split="any[1:2]", **options)
-    assert second["prompt"] == rows[1]["prompt"]
+    assert second["prompt"].text == rows[1]["prompt"]
     file_format = {"jsonl": "json", "ndjson": "json", "tsv": "csv", "txt": "text"}.get(
         ending, ending
     )
@@ -380,7 +379,7 @@ def test_values_are_those_of_the_file(llama3_tokenizer, tmp_path):
         "\ufeff" + "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
     )
     data = RLDataset(llama3_tokenizer, source=str(path))
-    assert [{"prompt": item["prompt"], **item["columns"]} for item in data] == rows
+    assert [{"prompt": item["prompt"].text, **item["columns"]} for item in data] == rows
     assert type(data[0]["columns"]["n"]) is int
     path.write_text('{"prompt": "a"}\n{"prompt": 5}\n{"prompt": "b", "answer": 1}\n')
     data = RLDataset(llama3_tokenizer, source=str(path))
@@ -388,7 +387,7 @@ def test_values_are_those_of_the_file(llama3_tokenizer, tmp_path):
     csv = tmp_path / "rows.csv"
     csv.write_text('prompt,answer\n"NA, or\nnull",nan\nNone,3\nx,\n')
     items = [
-        (item["prompt"], item["columns"]["answer"])
+        (item["prompt"].text, item["columns"]["answer"])
         for item in RLDataset(llama3_tokenizer, source=str(csv))
     ]
     assert items == [("NA, or\nnull", "nan"), ("None", "3"), ("x", "")]
@@ -408,7 +407,7 @@ def test_of_a_stream_only_so_many_rows_are_fetched(llama3_tokenizer, tmp_path, m
     monkeypatch.setattr(datasets.IterableDataset, "__iter__", counted)
     stream = {"source": "parquet", "data_files": path, "streaming": True}
     data = RLDataset(llama3_tokenizer, num_samples=6, **stream)
-    assert [item["prompt"] for item in data] == [row["prompt"] for row in table[:6]]
+    assert [item["prompt"].text for item in data] == [row["prompt"] for row in table[:6]]
     assert len(read) == 6
 
 
@@ -422,7 +421,7 @@ def test_data_sets_of_the_library(llama3_tokenizer, tmp_path):
     for source in (str(tmp_path / "one"), str(tmp_path / "splits")):
         assert [*RLDataset(llama3_tokenizer, source=source)] == expected
         second = RLDataset(llama3_tokenizer, source=source, split="train[1:2]")
-        assert [item["prompt"] for item in second] == ["twelve times twelve?"]
+        assert [item["prompt"].text for item in second] == ["twelve times twelve?"]
     (item,) = RLDataset(llama3_tokenizer, source=source, split="test")
     assert item["columns"]["answer"] == "144"
     both = RLDataset(llama3_tokenizer, source=source, split="train[50%:]+test")
@@ -445,7 +444,7 @@ def test_messages_are_prompts(llama3_tokenizer, tmp_path, ending):
     rows[0]["prompt"] = [{**TURNS[0], "name": "Ann"}, *TURNS[1:]]
     source = write(tmp_path, f"rows.{ending}", rows)
     data = RLDataset(llama3_tokenizer, source=source, system_prompt="Be brief.", prefill="So")
-    assert [item["prompt"] for item in data] == ["Sure?", "2+2?"]
+    assert [item["prompt"].text for item in data] == ["Sure?", "2+2?"]
     assert data[0]["prompt"].messages == chat(("system", "Be brief.")) + rows[0]["prompt"]
     assert data[1]["prompt"].messages == own
     encoder = PromptEncoder(llama3_tokenizer, system_prompt="Be brief.", prefill="So")

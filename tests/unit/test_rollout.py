@@ -538,6 +538,9 @@ def test_every_token_to_train_on_was_sampled_with_its_own_logprob(name, monkeypa
         text, whole = text_of(ids[:-1]), text_of(ids)
         assert STOP not in ids[:-1] and "ca" not in text and "bf" not in text
         assert rows.truncated[row] == (STOP not in ids and "ca" not in whole and "bf" not in whole)
+        stopped = "stop_token" if STOP in ids else "stop_string"
+        cut_off = "length" if length == 9 else "deadline"
+        assert rows.completions[row].ended == (cut_off if rows.truncated[row] else stopped)
 
 
 def test_unknown_model_falls_back_to_torchtune(caplog):

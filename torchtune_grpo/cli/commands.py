@@ -140,8 +140,8 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
         ]
     for row, completion in enumerate(rows.completions):
         if row % group_size == 0:
-            print(f"\n=== {visible(rows.prompts[row])}")
+            print(f"\n=== {visible(str(rows.prompts[row]))}")
         length = int(rows.sampled_lengths[row])
         cut = ", cut off" if rows.truncated[row] else ""
         print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{verdicts[row]}")
-        print(visible(completion))
+        print(visible(str(completion)))

@@ -18,6 +18,7 @@ from torchtune.data import Message
 
 from torchtune_grpo.config.text import shortened
 from torchtune_grpo.models.tokenizer import HFTokenizer
+from torchtune_grpo.trajectory import Prompt, message
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # to the roles above
@@ -38,61 +39,6 @@ _PROBE_TEXT, _PROBE_PROMPT, _PROBE_REPLY = "What is 3 + 4?", "a", "b"
 # What a template writes at the end of a prompt for models that always think.
 _LONGEST_ENDING = 200  # characters of what a template writes behind the last message
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
-
-
-def message(role: str, text: str) -> dict[str, Any]:
-    """Return a message as chat templates and rewards with ``format: chat`` get it."""
-    return {"role": role, "content": text}
-
-
-class PromptText(str):
-    """The text of a prompt's last message, which also carries all its messages."""
-
-    is_chat: bool  # its row has messages, not a text
-    _messages: Sequence[Mapping[str, Any]]
-
-    def __new__(
-        cls, text: str, messages: Sequence[Mapping[str, Any]] = (), *, is_chat: bool = False
-    ) -> PromptText:
-        prompt = super().__new__(cls, text)
-        prompt._messages, prompt.is_chat = messages, is_chat
-        return prompt
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """Its messages, copied."""
-        return [*map(dict, self._messages)]
-
-
-class Conversation(str):
-    """A completion of several turns: the text that is graded, with the messages of all turns."""
-
-    messages: list[dict[str, Any]]  # the assistant's, with their tool_calls, and the replies
-    ended: str  # why it ended, one of STOPS in torchtune_grpo.environments.conversations
-    environment: Any = None  # what rewards get as one of ``environments``
-    reward: float | None = None  # the environment's own; None = it has none
-    kind: str = ""  # name of the environment that gave the reward
-    has_tools: bool = False
-    turns: int = 0
-    calls: int = 0  # of tools, that were made
-    failed_calls: int = 0
-    error: str | None = None  # of the environment's code, which has ended it
-
-    def __new__(cls, text: str, messages: list[dict[str, Any]], ended: str) -> Conversation:
-        conversation = super().__new__(cls, text)
-        conversation.messages, conversation.ended = messages, ended
-        return conversation
-
-    @property
-    def failed(self) -> bool:
-        """Whether its environment did, so that no reward applies."""
-        return self.ended == "tool_failed"
-
-    def __reduce__(self) -> Any:  # for other ranks, which have no use for the environment
-        return Conversation, (str(self), self.messages, self.ended)
-
-    def __deepcopy__(self, memo: Any) -> Conversation:
-        return self
 
 
 class BadRow(ValueError):
@@ -228,10 +174,10 @@ class PromptEncoder:
             turns.insert(0, message("system", self._system_prompt))
         return turns
 
-    def text(self, prompt: str | Sequence[Mapping[str, Any]]) -> PromptText:
+    def prompt(self, prompt: str | Sequence[Mapping[str, Any]]) -> Prompt:
         """Return a prompt as rewards get it."""
         messages = self.messages(prompt)
-        return PromptText(messages[-1]["content"], messages, is_chat=not isinstance(prompt, str))
+        return Prompt(messages[-1]["content"], messages, is_chat=not isinstance(prompt, str))
 
     def _plain_tokens(self, prompt: str) -> list[int]:
         pieces = _pieces(prompt, self._control_text)

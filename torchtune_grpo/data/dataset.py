@@ -28,6 +28,7 @@ from torchtune_grpo.data.chat import (
     from_sharegpt,
 )
 from torchtune_grpo.data.load import as_sequence, digest, load_rows, origin
+from torchtune_grpo.trajectory import Prompt
 
 Row = Mapping[str, Any]
 
@@ -42,7 +43,7 @@ class Item(TypedDict):
 
     index: int  # position in the data set
     tokens: Sequence[int]  # of the prompt, prefill included
-    prompt: str  # its text; a PromptText carries all messages
+    prompt: Prompt
     columns: dict[str, Any]
 
 
@@ -148,7 +149,7 @@ class RLDataset(Dataset[Item]):
                 f"prompt_template={self._template!r}: needs the column {error}, not only a prompt."
             ) from error
         return Item(
-            index=index, tokens=self.encoder(filled), prompt=self.encoder.text(filled), columns={}
+            index=index, tokens=self.encoder(filled), prompt=self.encoder.prompt(filled), columns={}
         )
 
     @property
@@ -262,7 +263,9 @@ class RLDataset(Dataset[Item]):
             if limit is not None and len(tokens) > limit:
                 raise BadRow(f"the prompt is longer than {key}={limit}")
         columns = {name: _field(row, source) for name, source in self._sources.items()}
-        return Item(index=number, tokens=tokens, prompt=self.encoder.text(prompt), columns=columns)
+        return Item(
+            index=number, tokens=tokens, prompt=self.encoder.prompt(prompt), columns=columns
+        )
 
     def _transformed(self, row: Any) -> Row:
         if not isinstance(row, Mapping):
@@ -377,7 +380,7 @@ class PromptBatch:
 
     tokens: list[list[int]]
     indices: list[int]  # positions in the data set: ``dataset[indices[b]]`` is prompt b
-    prompts: list[str]  # texts as rewards see them; those from a data set carry all messages
+    prompts: list[Prompt]
     columns: dict[str, list[Any]]  # B values each
     # How often each prompt came earlier in this step, on any rank: each use gets its own noise.
     uses: list[int]
@@ -395,7 +398,7 @@ def collate_prompts(
     return PromptBatch(
         tokens=[[*item["tokens"]] for item in items],
         indices=[item["index"] for item in items],
-        prompts=[item["prompt"] for item in items],
+        prompts=[Prompt.of(item["prompt"]) for item in items],
         columns={name: [item["columns"][name] for item in items] for name in names},
         uses=[0] * len(items) if uses is None else [*uses],
         step_indices=[*range(len(items))] if step_indices is None else [*step_indices],

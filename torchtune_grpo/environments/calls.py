@@ -8,8 +8,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from torchtune_grpo.data.chat import message
 from torchtune_grpo.environments.arguments import typed_argument
+from torchtune_grpo.trajectory import message
 
 # The text of a turn, and the names of the tools -> the text around its calls, and the calls as JSON
 # gives them; of a call that is not JSON, its text.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import describe
-from torchtune_grpo.data.chat import Conversation, PromptText, message
 from torchtune_grpo.data.dataset import PromptBatch
 from torchtune_grpo.environments.adapters import Reply, Turn, UserCodeError
 from torchtune_grpo.environments.calls import read_turn
@@ -22,7 +21,7 @@ from torchtune_grpo.environments.hosts import HostLost
 from torchtune_grpo.environments.sessions import Session, in_thread
 from torchtune_grpo.machine import interrupt
 from torchtune_grpo.machine.parallel import gather_over_ranks
-from torchtune_grpo.trajectory import Samples
+from torchtune_grpo.trajectory import Completion, Prompt, Samples, message
 
 if TYPE_CHECKING:
     from torchtune_grpo.environments.environment import Environment
@@ -41,7 +40,7 @@ class _Row:
     """One conversation so far."""
 
     session: Session
-    prompt: PromptText
+    prompt: Prompt
     tokens: list[int]  # of the prompt
     reward: float | None  # sum over its answers; None: they come without
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -92,8 +91,8 @@ class Conversations:
         self.prompt_tokens = [row.tokens for row in self._rows[:: self.group_size]]
 
     @property
-    def prompts(self) -> list[PromptText]:
-        """N prompts with what ``reset`` added, as rewards see them."""
+    def prompts(self) -> list[Prompt]:
+        """N prompts with what ``reset`` added."""
         return [row.prompt for row in self._rows]
 
     # --- The beginning ---------------------------------------------------------------------------
@@ -110,8 +109,6 @@ class Conversations:
         rows = []
         for number, session, work in started:
             prompt, tokens = prompts.prompts[number], prompts.tokens[number]
-            if not isinstance(prompt, PromptText):
-                prompt = environment.encoder.text(prompt)
             at = _Row(session, prompt, tokens, 0.0 if session.kind.adds_rewards else None)
             rows.append(at)
             if self._has_answered(at, work):
@@ -221,7 +218,7 @@ class Conversations:
 
     # --- The end ---------------------------------------------------------------------------------
 
-    def finish(self, samples: Samples) -> list[Conversation]:
+    def finish(self, samples: Samples) -> list[Completion]:
         """Return each row's conversation, with its environment's own reward."""
         for number, at in enumerate(self._rows):
             length = int(samples.lengths[number])
@@ -244,17 +241,21 @@ class Conversations:
                 kind.idle.append(at.session)
         return found
 
-    def _conversation(self, at: _Row) -> Conversation:
+    def _conversation(self, at: _Row) -> Completion:
         assert at.ended is not None
-        kind = at.session.kind
-        conversation = Conversation(at.text, at.messages, at.ended)
-        conversation.environment, conversation.kind = at.session.environment, kind.name
-        conversation.turns, conversation.error = at.turns, at.error
-        conversation.calls, conversation.failed_calls = at.calls, at.failed_calls
-        conversation.has_tools = bool(kind.schemas)
-        if at.ended != "tool_failed":
-            conversation.reward = at.reward
-        return conversation
+        return Completion(
+            at.text,
+            at.messages,
+            at.ended,
+            kind=at.session.kind.name,
+            environment=at.session.environment,
+            reward=None if at.ended == "tool_failed" else at.reward,
+            has_tools=bool(at.session.kind.schemas),
+            turns=at.turns,
+            calls=at.calls,
+            failed_calls=at.failed_calls,
+            error=at.error,
+        )
 
     def _ask_for_rewards(self) -> None:
         """Ask the environments that have ``get_reward``, side by side."""
@@ -268,7 +269,7 @@ class Conversations:
                 at.reward = work.result()
 
 
-def check_failures(talks: Sequence[Conversation]) -> None:
+def check_failures(talks: Sequence[Completion]) -> None:
     """Raise a ValueError on all ranks if users' code has failed in all their conversations."""
     errors = [talk.error for talk in talks if talk.error is not None]
     ranks = gather_over_ranks((len(talks), len(errors), errors[:1]))
@@ -278,9 +279,9 @@ def check_failures(talks: Sequence[Conversation]) -> None:
         raise ValueError(f"All {sum(counts)} conversations have failed. {error}")
 
 
-def conversation_metrics(completions: Sequence[str]) -> dict[str, list[float]]:
+def conversation_metrics(completions: Sequence[Completion]) -> dict[str, list[float]]:
     """Return the metrics of conversations among completions, a value for each it applies to."""
-    talks = [each for each in completions if isinstance(each, Conversation)]
+    talks = [each for each in completions if each.kind]
     if not talks:
         return {}
     called = [each.calls for each in talks if each.has_tools]

@@ -16,7 +16,7 @@ from torchtune_grpo.config.check import check_component
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError, describe, shortened, suggest
-from torchtune_grpo.data.chat import PromptEncoder, PromptText
+from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.environments.adapters import (
     Adapter,
     InlineAdapter,
@@ -31,7 +31,8 @@ from torchtune_grpo.environments.replies import ReplyEncoder
 from torchtune_grpo.environments.sessions import Kind, Session
 from torchtune_grpo.machine import loop
 from torchtune_grpo.models.tokenizer import HFTokenizer
-from torchtune_grpo.rewards.reward import Reward
+from torchtune_grpo.rewards.reward import Reward, declares
+from torchtune_grpo.trajectory import Completion, Prompt
 
 _NOT_TOOLS = ("reset", "get_reward", "close")
 
@@ -56,26 +57,25 @@ class Environment:
             raise ValueError(f"environment: {fault}.")
         return self.kinds[None if None in self.kinds else columns["environment"]]
 
-    def reset_row(self, columns: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    def reset_row(self, columns: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
         """Return what ``reset`` gets: the row, without the column that chooses the environment."""
-        is_chat = isinstance(prompt, PromptText) and prompt.is_chat
-        row = {**columns, "prompt": prompt.messages if is_chat else str(prompt)}  # type: ignore[attr-defined]
+        row = {**columns, "prompt": prompt.messages if prompt.is_chat else prompt.text}
         return row if None in self.kinds else {n: v for n, v in row.items() if n != "environment"}
 
     def prompt(
-        self, kind: Kind, prompt: PromptText, tokens: list[int], seen: str | None
-    ) -> tuple[PromptText, list[int]]:
+        self, kind: Kind, prompt: Prompt, tokens: list[int], seen: str | None
+    ) -> tuple[Prompt, list[int]]:
         """Add what ``reset`` returned to a prompt's last message, and encode it."""
         if seen is None and None in self.kinds:
             return prompt, tokens
         encoder, more = self.encoder, seen or ""
         if None not in self.kinds:
             encoder = encoder.with_tools(kind.schemas)
-        turns = prompt.messages
-        text = (turns[-1]["content"] or "") + more
-        turns[-1] = turns[-1] | {"content": text}
+        *turns, last = prompt.messages
+        text = (last["content"] or "") + more
+        turns.append({**last, "content": text})
         encoded = encoder(turns if encoder.is_chat else text)
-        return PromptText(text, turns, is_chat=prompt.is_chat), encoded
+        return Prompt(text, turns, is_chat=prompt.is_chat), encoded
 
     def encode(self, reply: Reply, *, is_closed: bool) -> list[int]:
         """Encode what follows a turn; ``is_closed``: a stop token has ended that."""
@@ -83,7 +83,7 @@ class Environment:
             return self.replies.inline(reply.text)
         return self.replies(reply.messages, ended=is_closed)
 
-    def check_sessions(self, columns: Mapping[str, Any], prompt: str) -> None:
+    def check_sessions(self, columns: Mapping[str, Any], prompt: Prompt) -> None:
         """Begin two conversations about a row at once; raises a ValueError if that fails."""
         kind, sessions = self.kind_of(columns), list[Session]()
         if kind.recipe.component is None:
@@ -256,12 +256,15 @@ def _schema(key: str, function: Callable[..., Any], is_method: bool = False) -> 
 def environment_rewards(kinds: Mapping[str | None, Kind]) -> list[Reward]:
     """Return the rewards that environments give themselves, named after their classes."""
     names = dict.fromkeys(k.name for k in kinds.values() if k.adds_rewards or k.has_reward)
-    return [Reward(name, partial(_own_reward, kind=name), chat=False) for name in names]
+    return [Reward(name, partial(_own_reward, kind=name)) for name in names]
 
 
-def _own_reward(*, completions: Sequence[Any], kind: str, **columns: Any) -> list[Any]:
+@declares(reads="completion")
+def _own_reward(
+    *, completions: Sequence[Completion], kind: str, **columns: Any
+) -> list[float | None]:
     """Return what the environments of a kind gave; None for completions of others."""
-    return [each.reward if getattr(each, "kind", None) == kind else None for each in completions]
+    return [each.reward if each.kind == kind else None for each in completions]
 
 
 def prompt_tokenizer(kinds: Mapping[str | None, Kind], tokenizer: Any) -> Any:

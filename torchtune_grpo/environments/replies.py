@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from torchtune_grpo.data.chat import marked, marked_message, message, names_pattern
+from torchtune_grpo.data.chat import marked, marked_message, names_pattern
 from torchtune_grpo.models.tokenizer import HFTokenizer
+from torchtune_grpo.trajectory import message
 
 _REMEDY = (
     "Give a template that keeps every turn as it was, as qwen3_training.jinja of the trl package "

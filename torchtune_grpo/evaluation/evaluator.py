@@ -245,6 +245,6 @@ class Evaluator:
                 scores=dict(zip(scored.names, values[row], strict=True)),
                 stated={name: stated(text) for name, stated in self._stated.items()},
             )
-            for row, text in enumerate(rows.completions)
+            for row, text in enumerate(map(str, rows.completions))
         ]
         return [answers[i : i + samples] for i in range(0, len(answers), samples)]

@@ -87,7 +87,7 @@ class StepMetrics:
         self.add_values("reward_std_in_group", spread[applies])
         self.add_values("frac_reward_zero_std", spread[applies] == 0)
         self.add_values("frac_informative_groups", informative[applies.to(informative.device)])
-        texts = trajectory.completions
+        texts = [*map(str, trajectory.completions)]
         groups = [texts[i : i + group_size] for i in range(0, len(texts), group_size)]
         same = torch.tensor([len({*group}) == 1 for group in groups])
         self.add_values("frac_groups_same_text", same)

@@ -9,7 +9,7 @@ import platform
 import random
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,6 @@ from torchtune import training, utils
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import describe, override_without_secrets, to_json, without_secrets
-from torchtune_grpo.data.chat import Conversation
 from torchtune_grpo.evaluation.evaluator import Evaluation
 from torchtune_grpo.evaluation.statistics import Comparison, in_one_line
 from torchtune_grpo.machine import lock
@@ -65,7 +64,6 @@ class Recorder:
         *,
         rewards: Ranges,
         decider: Decider,
-        stop_tokens: Sequence[int],
         device: torch.device,
     ) -> None:
         self._cfg, self._given, self._device = cfg, given, device
@@ -74,7 +72,7 @@ class Recorder:
         self.is_base = True  # no step has changed a weight
         self._num_tokens = 0.0
         self._decider, self._ranges = decider, rewards
-        self.groups = GroupRecorder(cfg, decider=decider.name, stop_tokens=stop_tokens)
+        self.groups = GroupRecorder(cfg, decider=decider.name)
         self._findings = Watch(cfg, rewards, decider=decider.name)
         self._progress: ProgressLine | None = None
         if rank() == 0:
@@ -191,8 +189,8 @@ class Recorder:
 class GroupRecorder:
     """Chooses which groups of each step are kept whole, informative ones first."""
 
-    def __init__(self, cfg: GRPOConfig, *, decider: str, stop_tokens: Sequence[int]) -> None:
-        self._cfg, self._decider, self._stop_tokens = cfg, decider, stop_tokens
+    def __init__(self, cfg: GRPOConfig, *, decider: str) -> None:
+        self._cfg, self._decider = cfg, decider
         self.rollouts: list[tuple[Trajectory, RewardScores]] = []  # since the last take
         self._trainer_logprobs: dict[tuple[int, ...], float] = {}
 
@@ -246,17 +244,17 @@ class GroupRecorder:
         sampler, lengths = _mean_logprobs(rows, rows.sampler_logprobs), rows.sampled_lengths
         records = []
         for sample, identity in enumerate(_identities(rows)):
-            row = first + sample
+            row, completion = first + sample, rows.completions[sample]
             failed = zip(scores.names, scores.failed[row].tolist(), strict=True)
             record = {
                 "step": step,
                 "prompt_index": identity[0],
                 "sample": sample,
-                "prompt": rows.prompts[sample],
+                "prompt": str(rows.prompts[sample]),
                 "columns": {name: _shortened(each[sample]) for name, each in rows.columns.items()},
-                "completion": rows.completions[sample],
+                "completion": str(completion),
                 "tokens": lengths[sample],
-                "ended": self._end(rows, sample, last=identity[-1]),
+                "ended": completion.ended,
                 "reward": scores.total[row],
                 "rewards": dict(zip(scores.names, scores.scores[row].tolist(), strict=True)),
                 "failed": [name for name, is_failed in failed if is_failed],
@@ -265,18 +263,10 @@ class GroupRecorder:
                 "trainer_logprob": self._trainer_logprobs.get(identity),
                 "extra": {name: values[row] for name, values in scores.extra.items()},
             }
-            completion = rows.completions[sample]
-            if isinstance(completion, Conversation):
-                record |= {"messages": completion.messages, "ended": completion.ended}
+            if completion.kind:
+                record["messages"] = completion.messages
             records.append(to_json(record))
         return records
-
-    def _end(self, rows: Trajectory, row: int, *, last: int) -> str:
-        """Say what ended a response; a stop token after a stop string counts as a stop token."""
-        if not rows.truncated[row]:
-            return "stop_token" if last in self._stop_tokens else "stop_string"
-        is_long = rows.sampled_lengths[row] >= self._cfg.max_generated_tokens
-        return "length" if is_long or self._cfg.rollout.deadline is None else "deadline"
 
 
 def _identities(trajectory: Trajectory) -> list[tuple[int, ...]]:

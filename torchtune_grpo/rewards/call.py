@@ -13,11 +13,11 @@ from numbers import Real
 from typing import Any, cast
 
 from torchtune_grpo.config.text import describe
-from torchtune_grpo.data.chat import Conversation, PromptText, message
 from torchtune_grpo.machine import loop
 from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.workers import ContractError, WorkerPool
+from torchtune_grpo.trajectory import Completion, Prompt
 
 # Endings of the run's own metrics of a reward
 MEASURED = ("mean", "std", "errors", "none", "no_answer")
@@ -42,8 +42,8 @@ class TrainerState:
 class Batch:
     """The arguments of a step's rewards, N values each."""
 
-    prompts: Sequence[str]
-    completions: Sequence[str]
+    prompts: Sequence[Prompt]
+    completions: Sequence[Completion]
     columns: Mapping[str, Sequence[Any]]
     completion_ids: Sequence[Sequence[int]] | None
     trainer_state: TrainerState | None
@@ -64,25 +64,12 @@ class Batch:
             name: [copy.deepcopy(values[row]) for row in rows]
             for name, values in given.items()
         }
-        own["prompts"] = [self.prompts[row] for row in rows]
-        own["completions"] = [self.completions[row] for row in rows]
+        read = [reward.read(self.prompts[row], self.completions[row]) for row in rows]
+        own["prompts"], own["completions"] = [each[0] for each in read], [each[1] for each in read]
         if self.completion_ids is not None:
             own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
-        for index, (prompt, text) in enumerate(zip(own["prompts"], own["completions"])):
-            own["prompts"][index] = str(prompt)
-            has_messages = getattr(prompt, "is_chat", False)
-            if has_messages if reward.chat is None else reward.chat:
-                is_known = isinstance(prompt, PromptText)
-                turns = prompt.messages if is_known else [message("user", prompt)]
-                own["prompts"][index] = copy.deepcopy(turns)
-                talked = isinstance(text, Conversation)
-                turns = text.messages if talked else [message("assistant", text)]
-                own["completions"][index] = copy.deepcopy(turns)
-            elif reward.workers is not None:
-                own["completions"][index] = str(text)  # what it is of stays here
-        talks = [text for text in self.completions if isinstance(text, Conversation)]
-        if talks and reward.workers is None:
-            own["environments"] = [talks[row].environment for row in rows]
+        if reward.workers is None and any(each.kind for each in self.completions):
+            own["environments"] = [self.completions[row].environment for row in rows]
         if self.trainer_state is not None:
             own["trainer_state"] = self.trainer_state
             own |= {"log_extra": outcome.log_extra, "log_metric": outcome.log_metric}
@@ -91,7 +78,7 @@ class Batch:
     def rows_of(self, reward: Reward) -> list[int]:
         """Return the rows that a reward scores, none of them of an environment that has failed."""
         columns = {name: self.columns[name] for name in reward.only}
-        rows = [n for n, text in enumerate(self.completions) if not getattr(text, "failed", False)]
+        rows = [n for n, each in enumerate(self.completions) if not each.failed]
         return [n for n in rows if reward.applies_to({c: v[n] for c, v in columns.items()})]
 
     def select(self, rows: Sequence[int]) -> Batch:
@@ -135,10 +122,10 @@ class Outcome:
             )
         self.metrics.append((name, float(value)))
 
-    def failures(self, chat: bool | None) -> tuple[int, int, str, str]:
+    def failures(self, format: str | None) -> tuple[int, int, str, str]:
         """Count completions and failures; describe the first failure and where it was raised.
 
-        ``chat`` is the reward's: a text read as messages, or the reverse, fails by its type.
+        ``format`` is the reward's: a text read as messages, or the reverse, fails by its type.
         """
         errors = [(i, s) for i, s in enumerate(self.scores) if isinstance(s, BaseException)]
         if not errors:
@@ -146,7 +133,7 @@ class Outcome:
         row, error = errors[0]
         where = f"index {row}" + (f" of rank {rank()}" if world_size() > 1 else "")
         text = f"first at {where}: {describe(error)}"
-        if chat is None and isinstance(error, (TypeError, AttributeError)):
+        if format is None and isinstance(error, (TypeError, AttributeError)):
             text += " (set format: text in its node if it wants texts, format: chat for messages)"
         return self.count, len(errors), text, describe(error, frames=3)
 

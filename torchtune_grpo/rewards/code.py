@@ -32,7 +32,7 @@ _MAX_SOLUTIONS = 10  # of a row's own
 _RAISES = "def {}(*_, **__): raise Exception('always')"
 
 
-@declares(reads_text=True, reward_range=(0.0, 1.0), check_row=code_tests.name_fault)
+@declares(reads="text", reward_range=(0.0, 1.0), check_row=code_tests.name_fault)
 def code_format_reward(
     prompts: list[str],
     completions: list[str],
@@ -62,7 +62,7 @@ class CodeReward:
     """
 
     __name__ = "code_reward"
-    reads_text = True
+    reads = "text"
     decides = True
     tests_column = "test"
     read_test: Callable[..., Exam] = staticmethod(code_tests.unit_test)

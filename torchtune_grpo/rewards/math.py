@@ -283,13 +283,13 @@ def math_gold_fault(*, answer: object) -> str | None:
     return f"answer={shortened(repr(answer))} {problem}"
 
 
-@declares(reads_text=True, reward_range=(0.0, 1.0))
+@declares(reads="text", reward_range=(0.0, 1.0))
 def math_format_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
     """Score 1.0 for an answer in the right form, whatever it says."""
     return [float(math_format_holds(text)) for text in completions]
 
 
-@declares(reads_text=True, decides=True, check_row=math_gold_fault, answer_of=stated_answer)
+@declares(reads="text", decides=True, check_row=math_gold_fault, answer_of=stated_answer)
 def math_correctness_reward(
     prompts: list[str],
     completions: list[str],
@@ -310,7 +310,7 @@ def _last_number(text: str) -> str:
 
 
 @declares(
-    reads_text=True,
+    reads="text",
     decides=True,
     check_row=math_gold_fault,
     answer_of=lambda text: stated_answer(_last_number(text)),

@@ -18,7 +18,7 @@ class ReasoningGymReward:
     """
 
     __name__ = "reasoning_gym_reward"
-    reads_text = True
+    reads = "text"
 
     def __init__(self, *, partial: bool = False, timeout: float = 5.0, workers: int = 2) -> None:
         self._pool = function_pool(task_scorer, timeout=timeout, workers=workers)

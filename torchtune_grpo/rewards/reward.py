@@ -21,12 +21,14 @@ from torchtune_grpo.config.keys import Float, Keys, PositiveFloat, Text
 from torchtune_grpo.config.text import ConfigError, describe, suggest
 from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import MAX_WORKERS, FunctionWorker, WorkerPool
+from torchtune_grpo.trajectory import Completion, Prompt
 
 # reward(*, prompts: list[str], completions: list[str], **columns: list) -> list[float | None], as
 # for TRL's trainer; None says that the reward does not apply to a completion. It may be async.
 RewardFunction = Callable[..., Any]
 
 F = TypeVar("F", bound=Callable[..., Any])
+Format = Literal["text", "chat", "completion"]  # the last is for rewards of this package
 
 
 @dataclass(eq=False)
@@ -36,17 +38,16 @@ class Reward:
     name: str
     function: RewardFunction
     weight: float = 1.0  # 0: only logged
-    # Prompts and completions are lists of messages; None: as in the rows, unless the function has
-    # the attribute ``reads_text``, as those of this package do.
-    chat: bool | None = None
+    # What it gets of prompts and completions; None: what its function declares that it ``reads``,
+    # or else messages if the row has them.
+    format: Format | None = None
     workers: WorkerPool[FunctionWorker] | None = None  # where it runs, one completion at a time
     # Column -> value, or list of values: it scores only the rows that have these.
     only: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
-        if self.chat is None and getattr(declared, "reads_text", False):
-            self.chat = False
+        self.format = self.format or getattr(declared, "reads", None)
         # Whether it tells right answers from wrong ones, and the least gap between their scores.
         self.decides: bool = getattr(declared, "decides", False)
         self.reward_gap: float = getattr(declared, "reward_gap", 1.0)
@@ -66,6 +67,16 @@ class Reward:
         method = getattr(type(self.function), "__call__", None)  # noqa: B004
         functions = (self.function, method)
         return self.workers is None and any(map(inspect.iscoroutinefunction, functions))
+
+    def read(self, prompt: Prompt, completion: Completion) -> tuple[Any, Any]:
+        """Return a prompt and a completion in the reward's format."""
+        match self.format or ("chat" if prompt.is_chat else "text"):
+            case "text":
+                return prompt.text, completion.text
+            case "chat":
+                return copy.deepcopy(prompt.messages), copy.deepcopy(completion.messages)
+            case _:
+                return prompt, completion
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -197,8 +208,7 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
     reward = function if makes else component
     its_name = str(getattr(reward, "__name__", type(reward).__name__))
     name = own.name or "_".join([its_name, *map(str, own.only.values())])
-    chat = None if own.format is None else own.format == "chat"
-    return Reward(name, function, own.weight, chat, workers, own.only)
+    return Reward(name, function, own.weight, own.format, workers, own.only)
 
 
 def _load(path: str, key: str, given: Any) -> tuple[Callable[..., Any], inspect.Signature]:

@@ -22,6 +22,7 @@ from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, ra
 from torchtune_grpo.rewards.call import Batch, Outcome, TrainerState, call_all
 from torchtune_grpo.rewards.reward import Reward, make_reward
 from torchtune_grpo.rewards.workers import ContractError
+from torchtune_grpo.trajectory import Completion, Prompt
 
 log = get_logger("INFO")
 
@@ -216,8 +217,8 @@ class RewardSet:
     def __call__(
         self,
         *,
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        prompts: Sequence[str | Prompt],
+        completions: Sequence[str | Completion],
         columns: Mapping[str, Sequence[Any]],
         group_size: int = 1,
         completion_ids: Sequence[Sequence[int]] | None = None,
@@ -232,14 +233,19 @@ class RewardSet:
         """
         for reward in self.rewards:
             reward.check_columns(columns)
-        batch = Batch(prompts, completions, columns, completion_ids, trainer_state, self._seed)
+        batch = Batch(
+            [*map(Prompt.of, prompts)],
+            [*map(Completion.of, completions)],
+            columns,
+            completion_ids,
+            trainer_state,
+            self._seed,
+        )
         outcomes = breakable(partial(call_all, self.rewards, batch))
         self._check_failures(outcomes)
-        return self._with_answers(self._scores(outcomes, group_size), completions, columns)
+        return self._with_answers(self._scores(outcomes, group_size), batch)
 
-    def _with_answers(
-        self, scores: RewardScores, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> RewardScores:
+    def _with_answers(self, scores: RewardScores, batch: Batch) -> RewardScores:
         """Add the share of completions without an answer for the deciding reward, and a wrong one.
 
         A reward that finds no answers by itself (``answer_of``) adds nothing.
@@ -250,15 +256,15 @@ class RewardSet:
         if answer_of is None or not known:
             return scores
         rows = (outcomes <= 0).nonzero()[:, 0].tolist()
-        answers = {row: answer_of(completions[row]) for row in rows}
+        answers = {row: answer_of(batch.completions[row].text) for row in rows}
         stated = {row: answer for row, answer in answers.items() if answer is not None}
         share = (len(answers) - len(stated)) / known
         metrics = [*scores.metrics, (f"{reward.name}/no_answer", share)]
         if not stated or len(answers) < known:
             return replace(scores, metrics=metrics)
         row, answer = next(iter(stated.items()))
-        read = [name for name in reward.columns if name in columns]
-        golds = [f"{name} is {shortened(str(columns[name][row]))}" for name in read]
+        read = [name for name in reward.columns if name in batch.columns]
+        golds = [f"{name} is {shortened(str(batch.columns[name][row]))}" for name in read]
         text = f"{shortened(str(answer))} where {', '.join(golds)}"
         return replace(scores, metrics=metrics, wrong=text)
 
@@ -271,7 +277,7 @@ class RewardSet:
         """Raise on every rank if one has a broken reward, or if there are too many failures."""
         broken = next((visible(str(o.broken)) for o in outcomes.values() if o.broken), None)
         first = {reward.name: reward for reward in reversed(self.rewards)}
-        failures = [outcomes[name].failures(first[name].chat) for name in self.names]
+        failures = [outcomes[name].failures(first[name].format) for name in self.names]
         ranks = gather_over_ranks((broken, failures))
         for text, _ in ranks:
             if text is not None:

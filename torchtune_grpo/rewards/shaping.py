@@ -13,7 +13,7 @@ from torchtune_grpo.rewards.math import TAGS, grade_math_answer, located_value, 
 from torchtune_grpo.rewards.reward import declares
 
 
-@declares(reads_text=True, reward_range=(0.0, 1.0))
+@declares(reads="text", reward_range=(0.0, 1.0))
 def math_tag_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
@@ -28,7 +28,7 @@ def math_tag_reward(
     return scores
 
 
-@declares(reads_text=True, reward_range=(0.0, 1.0))
+@declares(reads="text", reward_range=(0.0, 1.0))
 def math_number_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
@@ -44,7 +44,7 @@ class OverlongPenalty:
     """
 
     __name__ = "overlong_penalty"
-    reads_text = True
+    reads = "text"
     reward_range = (-1.0, 0.0)
 
     def __init__(self, *, max_length: int, cache: int) -> None:
@@ -70,7 +70,7 @@ class RepetitionPenalty:
     arXiv:2502.03373, section 3.4)."""
 
     __name__ = "repetition_penalty"
-    reads_text = True
+    reads = "text"
     reward_range = (-1.0, 0.0)
 
     def __init__(self, *, ngram: int = 4) -> None:
@@ -98,7 +98,7 @@ class CosineLengthReward:
     """
 
     __name__ = "cosine_length_reward"
-    reads_text = True
+    reads = "text"
     decides = True
     check_row = staticmethod(math_gold_fault)
 

@@ -67,7 +67,7 @@ def _compares(
     def fault(*, answer: object) -> str | None:
         return None if _golds(answer, read) else f"answer={shortened(repr(answer))} is no answer"
 
-    return declares(reads_text=True, decides=True, check_row=fault, answer_of=answer_of)
+    return declares(reads="text", decides=True, check_row=fault, answer_of=answer_of)
 
 
 def _stated_letter(text: str) -> str | None:

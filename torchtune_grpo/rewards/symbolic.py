@@ -48,7 +48,7 @@ class SymbolicMathReward:
     """
 
     __name__ = "symbolic_math_reward"
-    reads_text = True
+    reads = "text"
     decides = True
 
     def __init__(self, *, timeout: float = 2.0, workers: int = 2) -> None:

@@ -23,7 +23,7 @@ from torchtune_grpo.environments.conversations import Conversations, check_failu
 from torchtune_grpo.environments.environment import Environment
 from torchtune_grpo.machine import interrupt
 from torchtune_grpo.rollout.sampling import row_keys
-from torchtune_grpo.trajectory import Samples, Trajectory, join_rows
+from torchtune_grpo.trajectory import Completion, Samples, Trajectory, join_rows
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -260,9 +260,8 @@ def sample_groups(
     samples = engine.generate(request)
     interrupt.check()
     tokens, prompt_lengths = join_rows(request.prompts, samples)
-    completions: Sequence[str]
     if talks is None:
-        completions = decode_responses(tokenizer, samples, stop_tokens=stop_tokens, prefill=prefill)
+        completions = _completions(samples, request, decode=decode, prefill=prefill)
     else:
         completions = talks.finish(samples)
         check_failures(completions)
@@ -281,8 +280,8 @@ def sample_groups(
         truncated=samples.truncated,
         sampler_logprobs=samples.sampler_logprobs,
         behaviour_logprobs=samples.behaviour_logprobs,
-        prompts=_repeat(prompts.prompts, group_size) if talks is None else [*talks.prompts],
-        completions=[*completions],
+        prompts=_repeat(prompts.prompts, group_size) if talks is None else talks.prompts,
+        completions=completions,
         columns={name: _repeat(values, group_size) for name, values in prompts.columns.items()},
     )
 
@@ -299,18 +298,20 @@ def _repeat(values: list[Any], times: int) -> list[Any]:
     return [value for value in values for _ in range(times)]
 
 
-def decode_responses(
-    tokenizer: Any, samples: Samples, *, stop_tokens: Sequence[int], prefill: str = ""
-) -> list[str]:
-    """Decode sampled responses as rewards see them: the prefill, then the sampled text.
-
-    A final stop token is not part of the text.
-    """
-    texts = []
-    for tokens, length in zip(samples.responses.tolist(), samples.lengths.tolist(), strict=True):
-        ends_with_stop = length > 0 and tokens[length - 1] in stop_tokens
-        texts.append(prefill + decode_tokens(tokenizer, tokens[: length - ends_with_stop]))
-    return texts
+def _completions(
+    samples: Samples, request: RolloutRequest, *, decode: Decode, prefill: str
+) -> list[Completion]:
+    """Decode responses of one turn: the prefill, then the sampled text without its stop token."""
+    found = []
+    rows = (samples.responses.tolist(), samples.lengths.tolist(), samples.truncated.tolist())
+    for tokens, length, truncated in zip(*rows, strict=True):
+        ends_with_stop = length > 0 and tokens[length - 1] in request.stop_tokens
+        ended = "stop_token" if ends_with_stop else "stop_string"
+        if truncated:
+            ended = "length" if length >= request.max_row_tokens else "deadline"
+        text = prefill + decode(tokens[: length - ends_with_stop])
+        found.append(Completion.of(text, ended))
+    return found
 
 
 def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
