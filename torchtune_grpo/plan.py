@@ -162,9 +162,10 @@ def _score(values: Tensor) -> Score:
 
 def _shares_of_spread(scores: RewardScores, *, group_size: int) -> dict[str, float]:
     """Return each reward's share of the variance of their weighted sum within groups."""
-    weighted = (scores.scores.double() * scores.weights).nan_to_num(0.0)  # [N, R]
+    weighted = scores.scores.double() * scores.weights  # [N, R]
     groups = weighted.unflatten(0, (-1, group_size))  # [B, G, R]
-    parts = (groups - groups.mean(dim=1, keepdim=True)).flatten(0, 1)  # [N, R]
+    # A score that is None or failed is no spread.
+    parts = (groups - groups.nanmean(dim=1, keepdim=True)).nan_to_num(0.0).flatten(0, 1)  # [N, R]
     total = parts.sum(dim=1)  # [N]
     shares = total @ parts / max(float(total @ total), 1e-12)  # [R]
     return dict(zip(scores.names, shares.tolist(), strict=True))

@@ -9,7 +9,8 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.evaluation.statistics import Score
 from torchtune_grpo.monitor.findings import History
-from torchtune_grpo.plan import Plan, judge, lines
+from torchtune_grpo.plan import Plan, _shares_of_spread, judge, lines
+from torchtune_grpo.rewards import Reward, RewardSet
 
 CONFIG = "tiny_arithmetic_grpo"
 QUICK = ["batch_size=4", "dataset.num_samples=64", "eval_dataset.num_samples=8", "num_steps=30"]
@@ -89,6 +90,18 @@ def test_an_environment_has_two_limits_and_its_own_reward():
     judge(plan, history)
     assert plan.verdict == "will not learn" and "Game has been 0.3" in plan.reasons[0]
     assert "at 48 sampled or 96 tokens" in "\n".join(lines(plan))
+
+
+def test_a_reward_that_is_none_or_has_failed_is_no_spread():
+    def scores(completions, **columns):
+        return [None, 5.0, ValueError("mine"), 5.0]
+
+    def right(completions, **columns):
+        return [0.0, 1.0, 0.0, 1.0]
+
+    rewards = RewardSet([Reward("right", right), Reward("rare", scores)], max_failure_share=1)
+    scored = rewards(prompts=["p"] * 4, completions=["c"] * 4, columns={}, group_size=2)
+    assert _shares_of_spread(scored, group_size=2) == {"right": 1.0, "rare": 0.0}
 
 
 @pytest.mark.slow

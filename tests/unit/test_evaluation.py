@@ -5,8 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtune_grpo.evaluation.evaluator import Evaluator
-from torchtune_grpo.evaluation.statistics import best_step, evaluation_metrics, passes, should_stop
+from torchtune_grpo.evaluation.evaluator import Answer, Answered, Evaluation, Evaluator
+from torchtune_grpo.evaluation.statistics import (
+    Comparison,
+    best_step,
+    evaluation_metrics,
+    passes,
+    should_stop,
+)
 from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward, last_number_reward
 from torchtune_grpo.rewards.math import stated_answer
 
@@ -64,6 +70,35 @@ def test_answers_of_one_value_vote_together():
     assert lenient is not None and lenient("7 or 8.50") == "17/2" and lenient("none") is None
     assert SymbolicMathReward.answer_of(r"<answer>\sqrt{2}</answer>") == r"\sqrt{2}"
     assert Reward("length", length).answer_of is None
+
+
+def evaluation_of(*prompts: tuple[float | None, list[float | None]]) -> Evaluation:
+    """An evaluation of prompts with the score of the greedy answer, and those of samples."""
+
+    def answer(score: float | None) -> Answer:
+        return Answer("", 3, False, scores={"r": score}, stated={"r": "7"})
+
+    answered = [
+        Answered(index, "", {}, answer(greedy), [*map(answer, samples)])
+        for index, (greedy, samples) in enumerate(prompts)
+    ]
+    return Evaluation(answered, reward="r", measure="accuracy", seconds=0.0)
+
+
+def test_none_leaves_out_an_answer_and_no_prompt():
+    """Prompts are compared that were scored both times, and the share of None is told."""
+    before = evaluation_of((1.0, [None, 1.0, 0.0]), (None, [None] * 3), (0.0, [1.0, 1.0, None]))
+    found = before.record
+    assert found["prompts"]["accuracy"] == [1.0, None, 0.0] and found["eval/accuracy"] == 0.5
+    assert found["prompts"]["pass@1"] == [0.5, None, 1.0] and found["eval/pass@1"] == 0.75
+    assert found["prompts"]["pass@2"] == [1.0, None, 1.0] == found["prompts"]["maj@3"]
+    assert found["prompts"]["pass@3"] == [None] * 3 and "eval/pass@3" not in found
+    assert found["eval/none"] == 0.5
+    after = evaluation_of(*[(1.0, [1.0] * 3)] * 3).record
+    assert "eval/none" not in after
+    changes = Comparison(found, after).changes
+    assert (changes["accuracy"].difference, changes["pass@1"].difference) == (0.5, 0.25)
+    assert "none" in Comparison(found, after).table("", ("a", "b"))[-1]
 
 
 def lines(*values: float, every: int = 5, metric: str = "eval/accuracy") -> list[dict]:

@@ -66,35 +66,37 @@ class Evaluation:
         found: dict[str, Any] = {}
         prompts = self._prompts()
         for name, values in prompts.items():
-            if name != "prompt_index":
-                low, high = statistics.bootstrap_interval(values)
-                mean, name = float(np.mean(values)), f"eval/{name}"
+            known = [value for value in values if value is not None]
+            if name != "prompt_index" and known:
+                low, high = statistics.bootstrap_interval(known)
+                mean, name = float(np.mean(known)), f"eval/{name}"
                 found |= {name: mean, f"{name}/low": low, f"{name}/high": high}
+        answers = chain.from_iterable((each.greedy, *each.samples) for each in self.answered)
+        if none := float(np.mean([answer.scores[self.reward] is None for answer in answers])):
+            found["eval/none"] = none
         greedy = [each.greedy for each in self.answered]
         found["eval/mean_length"] = float(np.mean([answer.tokens for answer in greedy]))
         found["eval/clipped_ratio"] = float(np.mean([answer.truncated for answer in greedy]))
         return {**found, "measure": self.measure, "prompts": prompts}
 
     def _prompts(self) -> dict[str, list[Any]]:
-        """Return the values behind each mean, of the prompts to which the reward applies."""
-        reward = self.reward
-        answered = [
-            each
-            for each in self.answered
-            if None not in [answer.scores[reward] for answer in (each.greedy, *each.samples)]
-        ]
+        """Return the values behind each mean; None for a prompt with too few scored answers."""
+        reward, answered = self.reward, self.answered
         found: dict[str, list[Any]] = {"prompt_index": [each.index for each in answered]}
-        if not answered:
-            return found
         found["accuracy"] = [each.greedy.scores[reward] for each in answered]
-        samples = [[answer.scores[reward] or 0.0 for answer in each.samples] for each in answered]
-        k = len(samples[0])
+        scored = [[a for a in each.samples if a.scores[reward] is not None] for each in answered]
+        values = [[answer.scores[reward] or 0.0 for answer in answers] for answers in scored]
+        k = len(answered[0].samples)
         for n in statistics.passes(k):
-            found[f"pass@{n}"] = [statistics.pass_at_k(each, n) for each in samples]
+            found[f"pass@{n}"] = [
+                statistics.pass_at_k(each, n) if len(each) >= n else None for each in values
+            ]
         if k > 1 and reward in answered[0].greedy.stated:
-            stated = ([answer.stated[reward] for answer in each.samples] for each in answered)
-            pairs = zip(samples, map(statistics.majority, stated), strict=True)
-            found[f"maj@{k}"] = [0.0 if vote is None else each[vote] for each, vote in pairs]
+            votes = (statistics.majority([a.stated[reward] for a in each]) for each in scored)
+            found[f"maj@{k}"] = [
+                (0.0 if vote is None else each[vote]) if each else None
+                for each, vote in zip(values, votes, strict=True)
+            ]
         return found
 
 
@@ -190,7 +192,7 @@ class Evaluator:
         in_order, name = sorted(everyone, key=lambda each: each.index), self._decider.name
         seconds = time.perf_counter() - begun
         evaluation = Evaluation(in_order, name, self._decider.measure, seconds)
-        if not evaluation.record["prompts"]["prompt_index"]:
+        if evaluation.record.get("eval/none") == 1:
             raise ValueError(
                 f"eval_dataset: {name} applies to no answer; name another reward in "
                 "evaluation.reward, or give other prompts."

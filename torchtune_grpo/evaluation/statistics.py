@@ -165,11 +165,16 @@ class Comparison:
     @cached_property
     def changes(self) -> dict[str, Paired]:
         """The paired test of each number; empty where the prompts are not the same."""
+        pairs = {name: self._pairs(name) for name in scores_of(self.after)}
+        return {name: paired_test(*zip(*found)) for name, found in pairs.items() if found}
+
+    def _pairs(self, name: str) -> list[tuple[float, float]]:
+        """Return a number's values before and after, of the prompts that were scored both times."""
         before, after = (each.get("prompts", {}) for each in (self.before, self.after))
         if before is after or before.get("prompt_index") != after.get("prompt_index"):
-            return {}
-        names = [name for name in scores_of(self.after) if name in before and name in after]
-        return {name: paired_test(before[name], after[name]) for name in names}
+            return []
+        pairs = zip(before.get(name, ()), after.get(name, ()))
+        return [pair for pair in pairs if None not in pair]
 
     @property
     def headline(self) -> str:
@@ -211,7 +216,7 @@ class Comparison:
                 "(evaluation.keep_best=eval/accuracy keeps it).",
                 "Most often the learning rate is too high, or training has gone on for too long.",
             ]
-        old, new = (np.asarray(each["prompts"]["accuracy"]) for each in (self.before, self.after))
+        old, new = map(np.asarray, zip(*self._pairs("accuracy")))
         significant = "Not significant yet" if self.tone == "unsure" else "Significant"
         found = [
             f"{significant}: on {len(old)} held-out problems, {(new > old).sum()} improved and "
@@ -243,8 +248,10 @@ class Comparison:
         """Return lines with every number, a column for each evaluation, and the change."""
         rows = [[title, *columns[: len(self.ends)], "change" if self.changes else ""]]
         rows += [[name, *(str(s or "-") for s in scores), test] for name, scores, test in self.rows]
-        for name in ("mean_length", "clipped_ratio"):
-            rows.append([name, *(f"{each[f'eval/{name}']:.3f}" for each in self.ends), ""])
+        for name in ("mean_length", "clipped_ratio", "none"):
+            found = [each.get(f"eval/{name}", 0.0) for each in self.ends]
+            if name != "none" or any(found):
+                rows.append([name, *(f"{value:.3f}" for value in found), ""])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         padded = ([*map(str.ljust, row, widths)] for row in rows)
         return ["  ".join(cells).rstrip() for cells in padded]
