@@ -91,20 +91,24 @@ class GroupRollout:
             held = (self._decoder.tensors(), self._cache.tensors(), self._buffers.tensors())
             self._graphs.drop_unless_at(chain.from_iterable(held))
         reported = time.monotonic()
-        while (self._waiting or self.live or self._paused) and not must_stop():
+        while (self._waiting or self.live or self._paused.rows) and not must_stop():
             if self.replace_ended() or not self.live:
                 continue  # a first token may be the last
             for _ in range(min(self._poll_steps, *map(self._room, self.live))):
                 self.decode()
             if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
-                tokens, live = sum(row.count for row in self._rows), len(self.live)
-                rows, unfinished = len(self._rows), live + len(self._waiting) + len(self._paused)
-                self._request.report(Progress(tokens, rows - unfinished, live, rows))
+                tokens, rows, live = (
+                    sum(r.count for r in self._rows),
+                    len(self._rows),
+                    len(self.live),
+                )
+                finished = rows - live - len(self._waiting) - len(self._paused.rows)
+                self._request.report(Progress(tokens, finished, live, rows))
                 reported = time.monotonic()
         self._remove_ended()  # since the last look, if it must stop
         return self.transcript.samples(
             lengths=[row.count for row in self._rows],
-            truncated=[not row.ended or row in self._paused for row in self._rows],
+            truncated=[not row.ended or row.number in self._paused.rows for row in self._rows],
         )
 
     def _room(self, row: Row) -> int:
@@ -153,7 +157,7 @@ class GroupRollout:
             if self._request.turns is not None and row.ended:
                 row.response = self.transcript.tokens[row.number, : row.count].tolist()
                 self._paused.add(row, now=self._steps)
-        self._free([row for row in ended if row not in self._paused])
+        self._free([row for row in ended if row.number not in self._paused.rows])
         self.live = [row for row in self.live if row not in ended]
         return ended
 
@@ -212,7 +216,7 @@ class GroupRollout:
         If index and slot are the same for all rows, torch's operators read the cache as it lies.
         """
         gaps = sorted({*range(len(self.live))} - {row.slot for row in self.live})
-        paused = {row.slot: row for row in self._paused}
+        paused = {row.slot: row for row in self._paused.rows.values()}
         for row, slot in zip(reversed(self.live), reversed(gaps), strict=False):
             other = paused.get(slot)
             # With what a row has sampled in vain: it may not be finite.
@@ -378,31 +382,29 @@ class Transcript:
         ``counts`` are the rows' numbers of tokens, the last ``unseen`` of them still unchecked, and
         ``begins`` the indices at which their present turns begin.
         """
-        strings = self._stop_strings
-        width = min(unseen + (strings.window if strings else 0), max(counts))
-        # What need not be read.
-        skipped = [max(count - width, start) for count, start in zip(counts, begins, strict=True)]
-        columns = torch.tensor(skipped)[:, None] + torch.arange(width)
+        window = 0 if self._stop_strings is None else self._stop_strings.window
+        width = min(unseen + window, max(counts))
+        firsts = [max(count - width, begin) for count, begin in zip(counts, begins, strict=True)]
+        columns = torch.tensor(firsts)[:, None] + torch.arange(width)
         columns = columns.clamp_(max=self.tokens.shape[1] - 1).to(numbers.device)
         read = self.tokens[numbers[:, None], columns].tolist()
-        ends = []
-        for tokens, count, before in zip(read, counts, skipped, strict=True):
-            start = max(count - unseen - before, 0)
-            end = self._end(tokens[: count - before], start=start, before=before)
-            ends.append(end and end + before)
-        return ends
+        new = [
+            range(max(count - unseen, n), count) for count, n in zip(counts, firsts, strict=True)
+        ]
+        return [self._end(*row) for row in zip(read, firsts, new, strict=True)]
 
-    def _end(self, tokens: Sequence[int], *, start: int, before: int) -> int:
-        """Return the number of tokens up to the end, which is not before ``start``; 0 without one.
+    def _end(self, tokens: Sequence[int], first: int, new: range) -> int:
+        """Return the length of a response up to its turn's end; 0 without one.
 
-        The response has ``before`` more tokens before these.
+        ``tokens`` are its tokens from index ``first`` on, and it may end with those at ``new``.
         """
-        stops = (n + 1 for n in range(start, len(tokens)) if tokens[n] in self._stop_tokens)
-        end = next(stops, 0)
+        length = next((n + 1 for n in new if tokens[n - first] in self._stop_tokens), 0)
         if self._stop_strings is None:
-            return end
-        start = max(start, self.params.min_new_tokens - 1 - before)
-        return self._stop_strings.end(tokens[: end or None], start=start) or end
+            return length
+        read = tokens[: (length or new.stop) - first]
+        start = max(new.start, self.params.min_new_tokens - 1)
+        end = self._stop_strings.end(read, start=start - first)
+        return length if end is None else first + end
 
     def non_finite(self, numbers: Sequence[int]) -> list[bool]:
         """Return for each row whether it has a log-prob that is not finite."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import utils
+from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config.check import instantiate
@@ -29,10 +30,7 @@ vllm = VLLMEngine
 
 def engine_class(settings: RolloutConfig) -> type[RolloutEngine]:
     """Return the class of the config's engine; raises a ConfigError if it names none."""
-    try:
-        found = _get_component_from_path(settings.engine._component_)
-    except Exception as error:
-        raise ConfigError(f"{_key(settings)}: cannot be imported: {error}") from error
+    found = _get_component_from_path(settings.engine._component_)
     if not (isinstance(found, type) and issubclass(found, RolloutEngine)):
         raise ConfigError(
             f"{_key(settings)}: not an engine; give a class that is derived from "
@@ -49,7 +47,8 @@ def capabilities_of(settings: RolloutConfig) -> Capabilities:
 
 def add_wishes(cfg: DictConfig) -> None:
     """Let the engine choose ``objective.sampling_correction``, if the config leaves it open."""
-    with suppress(ValueError, OmegaConfBaseException):  # mistakes are told by ``read_config``
+    # ``read_config`` tells of mistakes.
+    with suppress(ValueError, OmegaConfBaseException, InstantiationError):
         rollout = OmegaConf.to_container(cfg, resolve=True).get("rollout") or {}
         correction = capabilities_of(RolloutConfig(**rollout)).correction
         if correction and "sampling_correction" not in (cfg.get("objective") or {}):

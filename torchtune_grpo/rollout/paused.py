@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torchtune_grpo.rollout.cache import Row
 from torchtune_grpo.rollout.request import Turns
@@ -22,23 +22,14 @@ class PausedRows:
 
     def __init__(self, turns: Turns | None) -> None:
         self._turns = turns
-        self._rows: dict[int, Row] = {}
-        self._due: dict[int, int] = {}
+        self.rows: dict[int, Row] = {}
+        self._due: dict[int, int] = {}  # by number, in steps
         self._replies: dict[int, Sequence[int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows.values())
-
-    def __contains__(self, row: Row) -> bool:
-        return row.number in self._rows
 
     def add(self, row: Row, *, now: int) -> None:
         """Pause a row whose turn has ended, ``now`` steps after the rollout's beginning."""
         assert self._turns is not None
-        self._rows[row.number], self._due[row.number] = row, now + (self.steps or 0)
+        self.rows[row.number], self._due[row.number] = row, now + (self.steps or 0)
         self._turns.end_turn(row.number, row.response, sampled=row.count - row.given)
 
     def answered(self, *, now: int, live: int, is_idle: bool) -> dict[int, Sequence[int]] | None:
@@ -47,7 +38,7 @@ class PausedRows:
         None: one that is due has not come, and the rollout has to ask again. Rows go on once they
         are an eighth as many as the ``live`` ones.
         """
-        due = [n for n in sorted(self._rows) if is_idle or self._due[n] <= now]
+        due = [n for n in sorted(self.rows) if is_idle or self._due[n] <= now]
         waits = self.steps is not None
         if not due or self._turns is None or (waits and len(due) * LIVE_PER_ANSWERED < live):
             return {}
@@ -62,6 +53,6 @@ class PausedRows:
 
     def pop(self, number: int) -> Row:
         """Return a row that goes on or ends, with its reply at the end of its response."""
-        row = self._rows.pop(number)
+        row = self.rows.pop(number)
         row.response = [*row.response, *self._replies.pop(number)]
         return row
