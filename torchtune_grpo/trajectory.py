@@ -68,6 +68,7 @@ class Completion:
     calls: int = 0  # of tools, that were made
     failed_calls: int = 0
     error: str | None = None  # of the environment's code, which has ended it
+    shares_prompt: bool = True  # with the first of its group
 
     @classmethod
     def of(cls, completion: str | Completion, ended: str = "") -> Completion:

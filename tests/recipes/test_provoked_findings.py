@@ -13,6 +13,7 @@ from torchtune_grpo.monitor.record import STILL_THE_BASE, read
 
 PARTS = '''
 import time
+import uuid
 import torch
 from torchtune_grpo.loss import GRPOLoss
 
@@ -54,6 +55,20 @@ def odd(prompts, completions, completion_ids, **columns):
 def alternates(prompts, completions, **columns):
     return [0.0, 1.0] * (len(completions) // 2)
 
+def broken() -> str:
+    """Looks."""
+    raise OSError("no connection")
+
+class Fickle:
+    def reset(self, answer, **row):
+        if int(answer) % 5 == 1:
+            raise OSError("no connection")
+        return f" {uuid.uuid4().int % 1000}"
+
+    def look(self) -> str:
+        """Looks."""
+        return ""
+
 class RoughLoss(GRPOLoss):
     """Huge in steps 15 to 19, not a number in 22 and 24."""
     step = 0
@@ -65,6 +80,15 @@ class RoughLoss(GRPOLoss):
 NO_EVALUATION = ["eval_dataset=null", "evaluation.every_n_steps=null"]
 SHORT = ["num_steps=3", "batch_size=8", "grpo_samples=2", "max_generated_tokens=9"]
 SHORT += ["sampling.stop_strings=[e,o,a,i,' ','1','2','3']", *NO_EVALUATION]  # few are cut off
+CALL = '<tool_call>{"name": "broken", "arguments": {}}</tool_call>'
+TOOLS = ["tools=[provoking.broken]", "num_steps=5", "environment.max_turns=2", *SHORT[1:]]
+TOOLS += ["environment.max_response_tokens=150"]
+TEMPLATE = """{% if tools %}{% endif %}{{ bos_token }}{% for message in messages %}\
+{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim }}\
+{% for call in message.tool_calls or [] %}\
+{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}\
+{% endfor %}{{ '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}\
+{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
 
 def rewards(*names: str) -> str:
@@ -95,6 +119,16 @@ RUNS = {
     ),
     "off": ([rewards("off"), *SHORT], "never_right"),
     "mute": ([rewards("mute"), *SHORT], "no_answer"),
+    "fickle": (
+        [rewards("odd"), "environment=provoking.Fickle", *SHORT],
+        "environment_fails prompts_differ",
+    ),
+    # The prompt ends with a call, or without.
+    "calls": (
+        [rewards("odd"), *TOOLS, f"dataset.prefill='{CALL}'"],
+        "calls_fail",
+    ),
+    "no_calls": ([rewards("odd"), *TOOLS], "tools_unused"),
     # Each step is far too large.
     "dead": (
         [rewards("odd"), "num_steps=6", "batch_size=16", "grpo_samples=4", "optimizer.lr=1.0"]
@@ -160,6 +194,7 @@ def test_a_run_provokes_its_findings(tmp_path, monkeypatch, name):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "provoking.py").write_text(PARTS)
     random_tiny_llama(tmp_path)
+    (tmp_path / "tiny_llama/chat_template.jinja").write_text(TEMPLATE)
     done, out = start(name, tmp_path), tmp_path / "out"
     begun = {each["name"] for each in events(out) if each["event"] == "begins"}
     assert {*RUNS[name][1].split()} <= begun

@@ -55,6 +55,7 @@ class _Row:
     text: str = ""  # of its last message
     is_closed: bool = False  # its last turn ended with a stop token
     sampled: int = 0
+    shares_prompt: bool = True  # with the first row of its group
 
 
 class Conversations:
@@ -84,10 +85,10 @@ class Conversations:
         self._done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
         self._over: list[int] = []
         self._rows = self._begin(prompts, group_size, seeds)
-        groups = [self._rows[i : i + group_size] for i in range(0, len(self._rows), group_size)]
-        is_shared = all(row.tokens == group[0].tokens for group in groups for row in group)
+        for number, row in enumerate(self._rows):
+            row.shares_prompt = row.tokens == self._rows[number - number % group_size].tokens
         # One prompt for each group, unless environments say different things to its rows.
-        self.group_size = group_size if is_shared else 1
+        self.group_size = group_size if all(row.shares_prompt for row in self._rows) else 1
         self.prompt_tokens = [row.tokens for row in self._rows[:: self.group_size]]
 
     @property
@@ -255,6 +256,7 @@ class Conversations:
             calls=at.calls,
             failed_calls=at.failed_calls,
             error=at.error,
+            shares_prompt=at.shares_prompt,
         )
 
     def _ask_for_rewards(self) -> None:
@@ -289,6 +291,7 @@ def conversation_metrics(completions: Sequence[Completion]) -> dict[str, list[fl
     return {
         **{f"environment/ended/{stop}": [each.ended == stop for each in talks] for stop in STOPS},
         "environment/turns": [float(each.turns) for each in talks],
+        "environment/same_prompt": [float(each.shares_prompt) for each in talks],
         "tools/call_frequency": [float(count) for count in called],
         "tools/failure_frequency": [1.0] * failed + [0.0] * (sum(called) - failed),
     }

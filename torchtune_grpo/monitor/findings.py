@@ -33,7 +33,7 @@ BEGINS_AFTER = {
     # If a fifth of the groups taught something, 24 in a row would teach nothing once in 200 times.
     **dict.fromkeys(("all_right", "all_wrong", "same_texts", "no_answer", "never_right"), (3, 24)),
     # If a fifth of the groups earned it, 20 would all miss it once in 90 times.
-    "reward_constant": (5, 20),
+    **dict.fromkeys(("reward_constant", "tools_unused", "calls_fail"), (5, 20)),
     # The first steps also compile and fill caches.
     "rewards_slow": (5, 0),
     # One step is an accident.
@@ -41,6 +41,7 @@ BEGINS_AFTER = {
     **dict.fromkeys(("entropy_collapsed", "entropy_exploding", "kl_runaway"), (3, 0)),
     **dict.fromkeys(("sampler_trainer_gap", "reward_fails", "learning_rate_zero"), (3, 0)),
     **dict.fromkeys(("only_shaping_rises", "learning_stopped"), (3, 0)),
+    **dict.fromkeys(("environment_fails", "prompts_differ"), (3, 0)),
 }
 # Finding -> findings that it causes, and that would give other advice.
 _OF_A_POLICY = ("same_texts", "responses_shrink", "entropy_collapsed", "entropy_exploding")
@@ -366,6 +367,31 @@ def rewards(run: History) -> Signs:
             yield Sign("reward_constant", evidence, key, remedy)
 
 
+def environments(run: History) -> Signs:
+    failed = run.now("environment/ended/tool_failed")
+    if failed >= thresholds.FAILS:
+        evidence = f"The environment failed in {failed:.0%} of the conversations."
+        remedy = "Correct what its error in the log says."
+        yield Sign("environment_fails", evidence, "environment", remedy)
+    same = run.now("environment/same_prompt")
+    if same < 0.9:  # a few may have another prompt because their environment failed
+        evidence = (
+            f"{1 - same:.0%} of the answers were to another prompt than others of their group."
+        )
+        remedy = "Let reset take `seed`, or draw from Python's own generator, which is seeded."
+        yield Sign("prompts_differ", evidence, "environment", remedy)
+    calls = run.last("tools/call_frequency", _MOST_STEPS)
+    if calls and not any(calls) and run.level < thresholds.SOLVED:
+        remedy = "Say there when to call them, or take a model that calls tools."
+        evidence = "No answer has called a tool so far."
+        yield Sign("tools_unused", evidence, "dataset.system_prompt", remedy)
+    if run.now("tools/failure_frequency") == 1:
+        remedy = (
+            "Read their errors in completions.jsonl, and correct the tools or describe them better."
+        )
+        yield Sign("calls_fail", "All calls of tools failed.", "environment", remedy)
+
+
 def shaping(run: History) -> Signs:
     """Another reward rises, and the deciding one does not."""
     deciding, noise = rise(run.last(f"rewards/{run.decider}/mean", 20))
@@ -464,7 +490,10 @@ def evaluations(run: History) -> Signs:
         yield Sign("reward_hacking", evidence, *advice)
 
 
-RULES = (collapse, groups, responses, policy, rewards, shaping, optimizer, progress, seconds)
+RULES = (
+    *(collapse, groups, responses, policy, rewards, environments),
+    *(shaping, optimizer, progress, seconds),
+)
 
 
 def _text(value: Any) -> str:

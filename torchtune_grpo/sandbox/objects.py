@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -41,8 +42,9 @@ def serve_objects(control: socket.socket) -> None:
     if setup["imports_once"]:
         _import(to_import)
         to_import = []
-    # Threads do not survive a fork, and what they have locked stays locked.
-    send(control, {"threads": len(os.listdir("/proc/self/task"))})
+    # Threads do not survive a fork, and what they have locked stays locked. Libraries in C see to
+    # their own, such as OpenBLAS.
+    send(control, {"threads": threading.active_count()})
     gc.collect()
     gc.freeze()  # so that collections copy no memory that is shared
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
