@@ -21,6 +21,7 @@ from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.config.keys import RewardAggregation
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.dataset import collate_prompts
+from torchtune_grpo.machine import loop
 from torchtune_grpo.rewards import (
     RepetitionPenalty,
     Reward,
@@ -283,6 +284,7 @@ def test_async_rewards_wait_side_by_side():
     async def notebook():
         return score(Waiter(), sleeper, *[Waiter().__call__] * 4)
 
+    loop.run(asyncio.sleep(0))  # its thread stays
     threads, start = threading.active_count(), time.perf_counter()
     scores = asyncio.run(notebook())
     assert time.perf_counter() - start < 2  # one after the other, 3

@@ -49,27 +49,25 @@ class Batch:
     trainer_state: TrainerState | None
     seed: int = 0  # of the run
 
-    def seed_of(self, row: int) -> int:
-        """Return a row's seed for the generators of a process; like answers have the same one."""
+    def own_seed(self) -> int:
+        """Return a seed for a process that gets this batch; like answers have the same one."""
         step = -1 if self.trainer_state is None else self.trainer_state.global_step
-        key = f"{self.seed} {step} {self.prompts[row]}\0{self.completions[row]}"
+        said = [*map(str, self.prompts), *map(str, self.completions)]
+        key = "\0".join([f"{self.seed} {step}", *said])
         digest = hashlib.blake2b(key.encode(errors="replace"), digest_size=8)
         return int.from_bytes(digest.digest(), "big")
 
-    def arguments(self, reward: Reward, rows: range, outcome: Outcome) -> dict[str, Any]:
-        """Copy the arguments for some rows, so that a reward may modify all that it gets."""
+    def arguments(self, reward: Reward, outcome: Outcome) -> dict[str, Any]:
+        """Copy the arguments, so that a reward may modify all that it gets."""
         given = {n: values for n, values in self.columns.items() if n not in reward.fixed}
-        own: dict[str, Any] = {
-            # One by one: the rows of a group share their columns' values.
-            name: [copy.deepcopy(values[row]) for row in rows]
-            for name, values in given.items()
-        }
-        read = [reward.read(self.prompts[row], self.completions[row]) for row in rows]
+        # One by one: the rows of a group share their columns' values.
+        own: dict[str, Any] = {n: [*map(copy.deepcopy, values)] for n, values in given.items()}
+        read = [*map(reward.read, self.prompts, self.completions)]
         own["prompts"], own["completions"] = [each[0] for each in read], [each[1] for each in read]
         if self.completion_ids is not None:
-            own["completion_ids"] = [list(self.completion_ids[row]) for row in rows]
+            own["completion_ids"] = [*map(list, self.completion_ids)]
         if reward.workers is None and any(each.kind for each in self.completions):
-            own["environments"] = [self.completions[row].environment for row in rows]
+            own["environments"] = [each.environment for each in self.completions]
         if self.trainer_state is not None:
             own["trainer_state"] = self.trainer_state
             own |= {"log_extra": outcome.log_extra, "log_metric": outcome.log_metric}
@@ -150,14 +148,6 @@ class Outcome:
         self.broken = self.broken or part.broken
         self.seconds += part.seconds
 
-    @classmethod
-    def join(cls, parts: Sequence[Outcome]) -> Outcome:
-        whole, start = cls(sum(part.count for part in parts)), 0
-        for part in parts:
-            whole.fill(range(start, start + part.count), part)
-            start += part.count
-        return whole
-
 
 def call_all(rewards: Sequence[Reward], batch: Batch) -> dict[str, Outcome]:
     """Call each async reward in its own thread and, meanwhile, the others one after another.
@@ -190,42 +180,40 @@ def call_all(rewards: Sequence[Reward], batch: Batch) -> dict[str, Outcome]:
 def _call_reward(reward: Reward, batch: Batch) -> Outcome:
     """Call a reward on all completions; in workers, or if it raises, on one at a time."""
     start, count = time.perf_counter(), len(batch.completions)
-    single = [range(row, row + 1) for row in range(count)]
-
-    def call(function: RewardFunction, rows: range) -> Outcome:
-        return _call(function, reward, batch, rows)
-
+    call, outcome = partial(_call, reward), Outcome(count)
+    pool: WorkerPool[Any] | None = reward.workers
     try:
-        if reward.workers is not None:
-            outcome = Outcome.join(reward.workers.map(call, single))
-        else:
-            outcome = call(reward.function, range(count))
-            if outcome.raised and count > 1 and reward.is_async:
-                threads = WorkerPool([reward.function] * _ASYNC_CALLS)
-                outcome = Outcome.join(threads.map(call, single))
-            elif outcome.raised and count > 1:
-                outcome = Outcome.join([call(reward.function, rows) for rows in single])
+        if pool is None:
+            outcome = call(reward.function, batch)
+        if pool is not None or (outcome.raised and count > 1):
+            outcome, ones = Outcome(count), [batch.select([row]) for row in range(count)]
+            if reward.is_async:
+                pool = WorkerPool([reward.function] * _ASYNC_CALLS)
+            parts = pool.map(call, ones) if pool else [call(reward.function, one) for one in ones]
+            for row, part in enumerate(parts):
+                outcome.fill([row], part)
     except ContractError as error:
         outcome = Outcome(count, [error] * count, broken=error)
     outcome.seconds = time.perf_counter() - start
     return outcome
 
 
-def _call(function: RewardFunction, reward: Reward, batch: Batch, rows: range) -> Outcome:
-    outcome = Outcome(len(rows))
+def _call(reward: Reward, function: RewardFunction, batch: Batch) -> Outcome:
+    count = len(batch.completions)
+    outcome = Outcome(count)
     if reward.workers is not None:
-        function = partial(function, batch.seed_of(rows.start))
+        function = partial(function, batch.own_seed())
     try:
-        returned = function(**batch.arguments(reward, rows, outcome))
+        returned = function(**batch.arguments(reward, outcome))
         if reward.is_async:
             returned = loop.run(returned)
-        outcome.scores = _scores_of(reward.name, returned, len(rows))
+        outcome.scores = _scores_of(reward.name, returned, count)
     except ContractError:
         raise
     except BaseException as error:  # including sys.exit
         if isinstance(error, KeyboardInterrupt) and not reward.is_async:
             raise  # Ctrl-C, which never reaches the threads of async rewards
-        outcome.scores, outcome.raised = [error] * len(rows), True
+        outcome.scores, outcome.raised = [error] * count, True
     return outcome
 
 
