@@ -97,11 +97,8 @@ class GroupRollout:
             for _ in range(min(self._poll_steps, *map(self._room, self.live))):
                 self.decode()
             if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
-                tokens, rows, live = (
-                    sum(r.count for r in self._rows),
-                    len(self._rows),
-                    len(self.live),
-                )
+                tokens = sum(row.count for row in self._rows)
+                rows, live = len(self._rows), len(self.live)
                 finished = rows - live - len(self._waiting) - len(self._paused.rows)
                 self._request.report(Progress(tokens, finished, live, rows))
                 reported = time.monotonic()

@@ -68,7 +68,7 @@ class Turns(Protocol):
         An empty reply ends the row, which is then not truncated. No reply may fill the response:
         ``len(response) + len(reply) < request.max_row_tokens`` and ``sampled <
         params.max_generated_tokens``, so that at least one token is left to sample. With ``wait``
-        no row can be sampled: wait a moment for a reply, but at most about 50 ms, so that the
+        the rollout waits for replies: wait a moment for one, but at most about 50 ms, so that the
         engine sees deadlines and interrupts.
         """
         ...

@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchao import optim
 from torchtune import config, utils
 
 from torchtune_grpo.config.check import instantiate
@@ -28,7 +29,11 @@ log = utils.get_logger("INFO")
 
 MASTER = "master"  # in a parameter's state: its value in float32
 _ROUNDED_STEPS = "rounded_steps"  # in the first group, if it rounds: number of steps with noise
-_MOMENT_BITS = {"8bit": 8.125, "4bit": 4.25, "Fp8": 8.125}  # per value, with block scales
+# Optimizers by the bits of a moment, with its block's scale
+_MOMENT_BITS = {
+    8.125: (optim.Adam8bit, optim.AdamW8bit, optim.AdamFp8, optim.AdamWFp8),
+    4.25: (optim.Adam4bit, optim.AdamW4bit),
+}
 MAX_IN_A_ROW = 3  # skipped optimizer steps that stop the run
 
 
@@ -122,8 +127,11 @@ def later_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) 
     """Estimate the bytes of the optimizer's state for some parameters after its first step."""
     settings, masters = optimizer.defaults, has_masters(optimizer)
     moments = len(settings.get("betas", ())) or bool(settings.get("momentum"))
-    name = type(optimizer).__name__  # torchao's names end in the width of a moment
-    bits = next((bits for end, bits in _MOMENT_BITS.items() if name.endswith(end)), None)
+    bits = next(
+        (bits for bits, kinds in _MOMENT_BITS.items() if isinstance(optimizer, kinds)), None
+    )
+    if getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:  # bitsandbytes
+        bits = 8.125
     total = 0.0
     for p in parameters:
         size = 4 if masters else p.itemsize
