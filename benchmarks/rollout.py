@@ -85,7 +85,7 @@ class Tool:
 
 
 def make_way(
-    name: str, model: TransformerDecoder, request: RolloutRequest, *, reply_steps: int | None
+    name: str, model: TransformerDecoder, request: RolloutRequest, *, reply_steps: int | None = None
 ) -> Callable[[], int]:
     """Make a function that rolls out once and returns the number of tokens of all responses."""
     if name in OURS:

@@ -59,7 +59,6 @@ from torchtune_grpo.training.checks import check_model, check_prompts, check_tea
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.memory import choose_passes, pass_bytes, tokens_at_once
 from torchtune_grpo.training.optimizer import PolicyOptimizer, training_bytes
-from torchtune_grpo.training.packing import compile_layers
 from torchtune_grpo.training.parts import Parts
 from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, should_shard
 from torchtune_grpo.training.reference import FrozenReference, Reference, make_reference
@@ -466,7 +465,7 @@ class Run:
             self.checkpoints.restore(model, checkpoint)
         engine = self.make_engine(model.eval())
         if self.is_sharded:
-            parallel.shard(model, self.cfg.distributed, device=self.device)
+            parallel.shard(model, device=self.device)
         return engine
 
     def newest_checkpoint(self) -> Path | None:
@@ -478,21 +477,18 @@ class Run:
     def _prepare_passes(
         self, policy: TransformerDecoder, frozen: Sequence[Reference | Teacher | None]
     ) -> None:
-        """Compile, checkpoint and shard the layers, and put what fits in place of auto."""
+        """Checkpoint and shard the layers, and put what fits in place of auto."""
         if "auto" in (self.cfg.forward_batch_size, self.cfg.enable_activation_checkpointing):
             self.cfg = self._choose_passes(policy)
-        if self.cfg.compile:
-            utils.log_rank_zero(log, "compile=True: the first step takes minutes longer.")
-            compile_layers(policy)
         if self.cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(
                 policy, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
             )
         if self.is_sharded:
-            parallel.shard(policy, self.cfg.distributed, device=self.device)
+            parallel.shard(policy, device=self.device)
             for model in frozen:
                 if model is not None:
-                    model.shard(self.cfg.distributed, device=self.device)
+                    model.shard(device=self.device)
 
     # --- Training --------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.checkpoint.resume import whole_on_first_rank
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine.parallel import reshard, shard
 from torchtune_grpo.models.adapter import adapter_settings
 from torchtune_grpo.models.weights import hf_config_of
@@ -228,8 +227,8 @@ def test_the_reference_is_the_policy_as_it_was_and_leaves_no_trace(kind, is_shar
     before = trajectory_logprobs(model, parts, temperature=0.7)
     reference = AdapterReference(model, keep_start=True)
     if is_sharded:
-        shard(model, DistributedConfig(), device=torch.device("cpu"))
-        reference.shard(DistributedConfig(), device=torch.device("cpu"))
+        shard(model, device=torch.device("cpu"))
+        reference.shard(device=torch.device("cpu"))
     for parameter in get_adapter_params(model).values():
         parameter.mul_(1.3)
     now = {name: value.clone() for name, value in whole_on_first_rank(model.state_dict()).items()}

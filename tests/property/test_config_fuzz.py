@@ -54,8 +54,8 @@ positive0: loss.kl_coeff loss.entropy_coeff
 positive0?: loss.epsilon_high
 share: max_reward_failure_share
 share?: sampling.top_p sampling.min_p loss.epsilon_low
-flag: pack_groups compile enable_activation_checkpointing resume_from_checkpoint
-flag?: objective.mask_truncated_completions saving.adapter_weights_only distributed.cpu_offload
+flag: pack_groups enable_activation_checkpointing resume_from_checkpoint
+flag?: objective.mask_truncated_completions saving.adapter_weights_only
 flag?: dataset.chat profiler.enabled model.apply_lora_to_mlp model.use_dora model.quantize_base
 word: objective.advantage objective.multi_objective_aggregation device dtype distributed.sharding
 word: rollout.engine rollout.engine.merge_adapters rollout.engine.cuda_graphs

@@ -110,34 +110,6 @@ def test_variants_train(tmp_path, variant):
 
 
 @pytest.mark.slow
-def test_a_compiled_model_takes_the_same_steps(tmp_path):
-    """SGD, because Adam turns a gradient of rounding noise into a full step of either sign.
-
-    The backend only captures the layers, which keeps the test short; tests/unit/test_logprobs.py
-    compares what aot_eager makes of them. Each run sets the one before aside.
-    """
-    sgd = ["optimizer=torch.optim.SGD", "optimizer.lr=1.0", "saving.every_n_steps=1"]
-    sgd += ["saving.keep_last=1"]
-    compiled = [*sgd, "compile=True"]
-    run_variant(tmp_path, *sgd)
-    said = run_variant(tmp_path, *compiled, TORCH_COMPILE_BACKEND="eager").err
-    assert "compile=True: the first step takes minutes longer." in said
-    out = tmp_path / "out"
-    folders = [out / "previous_runs" / "1", out]
-    for folder in folders:
-        assert [path.name for path in folder.glob("step_*")] == ["step_000002"]
-        first, second = steps_of(folder)
-        assert first["kl"] < 1e-9 < 1e-6 < second["kl"]  # the reference stays where it was
-    eager, other = (weights(folder / "step_000002") for folder in folders)
-    assert distance(weights(tmp_path / "llama"), eager) > 1e-3
-    assert distance(eager, other) <= 1e-5
-    done = run_variant(
-        tmp_path, *compiled, "num_steps=1", check=False, TORCH_COMPILE_BACKEND="no_such_one"
-    )
-    assert done.code != 0 and "no_such_one" in done.err  # so the other really was compiled
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "more"),
     [

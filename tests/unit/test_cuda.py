@@ -27,7 +27,7 @@ from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import DistributedConfig, RolloutConfig, SamplingParams
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine import parallel, segments
 from torchtune_grpo.machine.segments import (
@@ -129,7 +129,7 @@ def test_nf4_weights_come_to_the_gpu_before_fsdp_moves_them(monkeypatch):
     monkeypatch.setattr(dist, "broadcast", lambda *_, **options: None)  # fake tensors have none
     try:
         with fake_cuda():
-            parallel.shard(model, DistributedConfig(), device=CUDA)
+            parallel.shard(model, device=CUDA)
     finally:
         dist.destroy_process_group()
     shards = {name: parameter.to_local() for name, parameter in model.named_parameters()}
@@ -228,22 +228,16 @@ def test_merged_and_recorded_steps_run_on_the_gpu(merge, small_gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "decode", "update", "reference"), [("lora", 268, 3268, 567), ("full", 172, 2170, 679)]
-)
-def test_steps_of_llama_1b_launch_few_operations(
-    way: str, decode: int, update: int, reference: int
-):
+@pytest.mark.parametrize("way", ["lora", "full"])
+def test_the_kernel_saves_launches_and_nothing_is_copied_in_between(way: str):
     with counting_cuda():
         assert counted(lambda: torch.tensor([1, 2], device="cuda")).copies_in == 1
-    shapes = (LLAMA_1B | {"num_layers": layers} for layers in (1, 2))
-    one, two = (count(way, rows=32, shape=shape) for shape in shapes)
-    most = {"decode": decode, "decode_without_kernel": decode + 259, "sampling": 24}
-    for name, at_most in (most | {"update": update, "reference": reference}).items():
-        a_layer = two[name].count - one[name].count
-        launched = one[name].count + (LLAMA_1B["num_layers"] - 1) * a_layer
-        assert at_most / 2 < launched <= at_most, (name, two[name].names.most_common())
-        assert two[name].copies_in == 0
+    one, two = (count(way, rows=32, shape=LLAMA_1B | {"num_layers": n}) for n in (1, 2))
+    a_layer = {name: two[name].count - one[name].count for name in two}
+    assert 0 < a_layer["decode"] < a_layer["decode_without_kernel"]
+    assert a_layer["sampling"] == 0 < a_layer["reference"] < a_layer["update"]
+    names = ("decode", "decode_without_kernel", "sampling", "update", "reference")
+    assert not any(two[name].copies_in for name in names)
 
 
 def tree(prompt: int, *responses: int) -> list[list[range]]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 import sys
 import threading
 import time
@@ -57,18 +56,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, chat("8"), missing=5)
         elif word in ("429", "500", "503", "400", "401"):
             self.reply(int(word), '{"error": "as asked"}')
-        elif word.startswith("slow"):
-            self.change_count(1)
-            time.sleep(0.1)
-            self.change_count(-1)  # before the reply, for the next request comes at once
-            self.reply(200, chat("5"))
         elif word != "drop":
             self.reply(200, GARBAGE.get(word, chat(word)))
-
-    def change_count(self, change):
-        with self.server.lock:
-            self.server.at_once += change
-            self.server.most_at_once = max(self.server.at_once, self.server.most_at_once)
 
     def reply(self, code, text, missing=0):
         body = text.encode(errors="surrogateescape")
@@ -89,7 +78,6 @@ class Stub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1/chat/completions"
         self.lock = threading.Lock()
         self.requests, self.arrivals = [], []
-        self.at_once = self.most_at_once = 0
 
     def tries(self):
         return Counter(answer for answer, _ in self.arrivals)
@@ -171,15 +159,6 @@ def test_scores_and_tries(stub, scores_of):
     assert 3.15 < took < 3.15 + 3
 
 
-def test_pauses_double(stub, scores_of):
-    scores_of("503", tries=4, pause=0.1, share=1.0)
-    times = [moment for _, moment in stub.arrivals]
-    pauses = [later - earlier for earlier, later in zip(times, times[1:])]
-    assert len(pauses) == 3
-    for pause, expected in zip(pauses, (0.1, 0.2, 0.4)):
-        assert expected <= pause + 0.01 < expected + 0.4
-
-
 def test_what_the_server_is_asked(stub, scores_of):
     """The model, the key, the question, and the answer without the thinking before it."""
     scores_of("<think>{x} 3</think>8", prompts=["How {y}?"])
@@ -191,39 +170,9 @@ def test_what_the_server_is_asked(stub, scores_of):
     assert message["content"].endswith("Question:\nHow {y}?\n\nAnswer:\n8")
 
 
-@pytest.mark.parametrize("limit", [1, 3])
-def test_requests_at_once(stub, scores_of, limit):
-    """As many as allowed and no more; two threads more than these are there on one core."""
-    answers = [f"slow{number}" for number in range(3 * limit)]
-    scores = scores_of(*answers, limit=limit, timeout=20)
-    assert listed(scores) == [0.5] * len(answers)
-    assert stub.most_at_once == limit
-
-
-def test_no_request_waits_for_the_pause_of_another(stub, scores_of):
-    """Its place is free meanwhile."""
-    scores = scores_of("503 1", "2", limit=1, pause=0.5)
-    assert listed(scores) == [0.1, 0.2]
-    assert [answer for answer, _ in stub.arrivals] == ["503 1", "2", "503 1"]
-
-
-def test_a_server_that_is_not_there(stub, scores_of):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
-        start = time.monotonic()
-        assert listed(scores_of("7", "8", url=url, share=1.0)) == [None, None]
-        assert time.monotonic() - start < 5
-
-
 @pytest.mark.parametrize("code", ["400", "401"])
 def test_what_no_second_try_corrects_stops_the_run(stub, scores_of, code):
     with pytest.raises(RewardFailure, match=f"failed on 1 of 2 completions.* HTTP Error {code}"):
         scores_of("7", code)
     assert stub.tries()[code] == 1
     assert listed(scores_of("7", code, share=0.5)) == [0.7, None]
-
-
-def test_a_wrong_address_stops_the_run(scores_of):
-    with pytest.raises(RewardFailure, match="unknown url type"):
-        scores_of("7", url="localhost/v1")

@@ -1,13 +1,9 @@
 """Every number that a step logs, by hand; and of which groups it records the completions."""
 
-import json
 import math
-import re
 import statistics
 import time
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -115,36 +111,6 @@ def test_timers_add_up_and_tokens_are_counted_by_the_second():
     assert 0.04 <= found["time/rollout"] < 1
     assert found["rollout/tokens_per_second"] == pytest.approx(60 / found["time/rollout"])
     assert found["tokens_per_second"] == 6.0
-
-
-# What TRL has no name for, beside times.
-NOT_TRLS = """
-reward_std_in_group frac_informative_groups frac_groups_same_text sampling/kept_mass
-sampling/entropy nonfinite_steps rewards/vowels/errors rewards/vowels/none rewards/format/errors
-rewards/format/none
-""".split()
-
-
-def trl_names() -> set[str]:
-    """From the source of TRL's trainer and of the one that it extends."""
-    found = []
-    for package, file, pattern in (
-        ("trl", "trainer/grpo_trainer.py", r'_metrics\[[^]]+\]\[f?"([^"]+)"\]'),
-        ("transformers", "trainer.py", r'logs\["([^"]+)"\]'),
-    ):
-        source = Path(find_spec(package).origin).parent / file
-        found += re.findall(pattern, source.read_text())
-    return {n.format(reward_func_name=reward) for n in found for reward in ("vowels", "format")}
-
-
-def test_names_are_trls_where_trl_has_one():
-    """In the golden runs, a name that is neither TRL's nor listed above is a mistake."""
-    golden = json.loads((Path(__file__).parents[1] / "golden/golden.json").read_text())
-    lines = [line for run in golden.values() for line in run["metrics"]]
-    names = {name for line in lines for name in line}
-    without = ("step", "eval/", "dynamic_sampling/", "sampler/")
-    ours = {name for name in names if not name.startswith(without)}
-    assert ours - trl_names() == {*NOT_TRLS}
 
 
 def make_recorder(trajectory, scores, *, num_groups=2, deadline=60.0):

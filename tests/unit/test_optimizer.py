@@ -16,7 +16,6 @@ from torchtune.training import set_default_dtype
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import DistributedConfig
 from torchtune_grpo.machine.parallel import reduce_gradients, shard
 from torchtune_grpo.models.layers import PeftDoRALinear, standardize
 from torchtune_grpo.training.optimizer import (
@@ -113,7 +112,7 @@ def test_with_masters_gradients_are_summed_in_float32(tmp_path, sharded, node, e
     def summed(rank: int) -> tuple[torch.dtype, list]:
         model = OneLayer()
         if sharded:
-            shard(model, DistributedConfig(), device=torch.device("cpu"))
+            shard(model, device=torch.device("cpu"))
         make_optimizer(OmegaConf.create(node), model.parameters())
         for _ in range(300 if sharded or rank == 0 else 0):  # the other has no row to train on
             model(torch.ones(1, 2).bfloat16()).sum().backward()

@@ -183,17 +183,3 @@ def test_rollouts_after_the_first_update_take_what_it_leaves(monkeypatch):
     assert engine.rows_at_once(asked) == 16 == asked.num_rows
     known[0] = free  # it is asked once
     assert engine.rows_at_once(asked) == 16
-
-
-def test_the_estimate_counts_a_teacher_and_its_pass(tmp_path):
-    node = load_config("hf_lora_grpo")
-    node.model_dir = str(memory_estimate.shape_folder(tmp_path, "shape-tiny"))
-    node.merge_with({"batch_size": 2, "grpo_samples": 4, "max_generated_tokens": 40})
-    node.forward_batch_size = node.enable_activation_checkpointing = "auto"
-    node.dataset.max_prompt_tokens = 64
-    without = memory_estimate.estimate(node, card=24)
-    node.objective = {"teacher": node.model_dir}
-    found = memory_estimate.estimate(node, card=24)
-    numbers = 2048 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128) + 128
-    assert found["teacher"] == round(2 * numbers / 2**30, 2) and without["teacher"] == 0
-    assert 0 < found["judging"] <= found["update"] and without["judging"] == 0

@@ -199,8 +199,6 @@ class DistributedConfig(Keys):
     sharding: Literal["auto", "always", "never"] = "auto"
     """Spread the model over the ranks (FSDP2); auto = if all of it is trained, or if it takes more
     than half of a rank's free memory."""
-    cpu_offload: bool = False
-    """Keep a sharded model's shards on the CPU while they are not in use."""
     timeout_minutes: Annotated[Float, Field(gt=0)] = 30
     """Time that ranks wait for one that is late, as when a judge hangs; then the run ends."""
 
@@ -363,8 +361,6 @@ class GRPOConfig(Keys):
     distributed: DistributedConfig = DistributedConfig()
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the prompts' order, the sampler and everything else."""
-    compile: bool = False
-    """Compile the layers for the log-prob and update passes; then no prompt is shared by rows."""
     enable_activation_checkpointing: bool | Literal["auto"] = False
     """Recompute activations to save memory; auto = unless passes fit without
     (docs/hardware.md#memory)."""

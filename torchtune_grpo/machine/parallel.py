@@ -22,10 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -156,10 +154,8 @@ def load_once(model: nn.Module, load: Callable[[], None]) -> None:
         load()
 
 
-def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: torch.device) -> None:
+def shard(model: TransformerDecoder, *, device: torch.device) -> None:
     """Shard a model layer by layer with FSDP2; only the first rank needs to have its weights."""
-    if settings.cpu_offload and device.type == "cpu":
-        raise ValueError("distributed.cpu_offload=True: works with device=cuda; set it to false.")
     nf4 = [p for p in model.parameters() if isinstance(p, NF4Tensor)]
     if any(p.numel() // _NF4_BLOCK % world_size() for p in nf4):
         raise ValueError(
@@ -169,7 +165,6 @@ def shard(model: TransformerDecoder, settings: DistributedConfig, *, device: tor
     split: Any = {
         "mesh": init_device_mesh(device.type, (world_size(),)),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),  # of gradients
-        "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
     }
     for layer in model.layers:
         _hand_out(layer, device)

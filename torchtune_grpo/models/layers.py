@@ -130,12 +130,9 @@ class HalfRotation(nn.Module):
         """Rotate x [b, s, heads, hd] at positions [b, s], or 0 to s - 1."""
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)[None]
-        if torch.compiler.is_compiling():
-            cos, sin = self.turns(input_pos, x.dtype)
-        else:
-            if not (self._last and self._last[0] is input_pos and self._last[1].dtype == x.dtype):
-                self._last = (input_pos, *self.turns(input_pos, x.dtype))
-            _, cos, sin = self._last
+        if not (self._last and self._last[0] is input_pos and self._last[1].dtype == x.dtype):
+            self._last = (input_pos, *self.turns(input_pos, x.dtype))
+        _, cos, sin = self._last
         if (rotated := cos.shape[-1]) < x.shape[-1]:
             return torch.cat([self(x[..., :rotated], input_pos=input_pos), x[..., rotated:]], -1)
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
@@ -192,8 +189,7 @@ class UniformAttention(MultiHeadAttention):
             k, v = self.kv_cache.update(k, v)
             at = input_pos
         window = self.window
-        # Comparing lengths would make compiled layers compile twice.
-        if window is not None and (torch.compiler.is_compiling() or k.shape[2] > window):
+        if window is not None and k.shape[2] > window:
             key = torch.arange(k.shape[2], device=k.device)
             behind = (key[None] if at is None else at)[..., None] - key  # [b, s, T]
             seen = (behind >= 0) & (behind < window)

@@ -111,7 +111,7 @@ def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
     return micro_batches(
         trajectory,
         group_size=cfg.grpo_samples,
-        pack=cfg.pack_groups and not cfg.compile,
+        pack=cfg.pack_groups,
         rows=rows or max(1, trajectory.num_rows),
         token_budget=cfg.forward_token_budget,
     )

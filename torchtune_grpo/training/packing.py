@@ -3,25 +3,20 @@
 Packed as ``[beginning, rest of prompt 1, its responses 1 to G, rest of prompt 2, ...]``, a prompt
 is computed once instead of G times, a beginning that all prompts share (a system prompt) only once,
 and there is no padding. A prompt attends to the beginning and itself, a response to its whole
-prompt and itself, causally. On CUDA one kernel does this. Compiled layers would be recompiled for
-each step's lengths, so their rows are not packed.
+prompt and itself, causally. On CUDA one kernel does this.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
-from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.machine.segments import Segments, shared_beginning
 from torchtune_grpo.trajectory import Trajectory
-
-_VARIANTS = 8  # of a compiled layer: with or without gradient, adapter, dropout
 
 
 @dataclass(frozen=True)
@@ -124,8 +119,7 @@ def packed_layout(batch: Trajectory, packs: Sequence[int]) -> Layout:
 
 def empty_layout(batch: Trajectory) -> Layout:
     """Lay out two padding tokens, for a rank without rows that has to take part in a pass."""
-    nothing = batch.tokens.new_empty(0)
-    tokens = batch.tokens.new_zeros(1, 2)  # one token would make compiled layers compile again
+    nothing, tokens = batch.tokens.new_empty(0), batch.tokens.new_zeros(1, 2)
     mask = batch.response_mask[:0]
     return Layout(tokens, None, None, nothing, nothing, nothing, mask, nothing)
 
@@ -134,15 +128,3 @@ def response_inputs(batch: Trajectory) -> Tensor:
     """Count each response's input tokens [n]: those before the last one that is trained on."""
     number = torch.arange(batch.response_mask.shape[1], device=batch.tokens.device)
     return (batch.response_mask * number).amax(dim=1)
-
-
-def compile_layers(model: TransformerDecoder) -> None:
-    """Compile each layer in place, once for all lengths and once more for passes of one row."""
-    import torch._dynamo.config as dynamo  # takes seconds
-
-    # torch limits the variants of one code, which layers with and without a window share.
-    kinds = {getattr(layer.attn, "window", None) for layer in model.layers}
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS * len(kinds))
-    backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as torchtune chooses it
-    for layer in model.layers:
-        layer.compile(backend=backend, dynamic=True)

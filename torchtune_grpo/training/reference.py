@@ -11,7 +11,7 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params
 
-from torchtune_grpo.config.keys import DistributedConfig, GRPOConfig
+from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.parallel import reshard, shard, sharded_like
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.packing import MicroBatch
@@ -30,7 +30,7 @@ class AdapterReference:
         with adapters:
             return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
 
-    def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
+    def shard(self, *, device: torch.device) -> None:
         if self._start is not None:
             pairs = zip(self._start, self._parameters(), strict=True)
             self._start = [sharded_like(parameter, value) for value, parameter in pairs]
@@ -68,9 +68,9 @@ class FrozenReference:
         """Log-probs [N, L]; see ``trajectory_logprobs``."""
         return trajectory_logprobs(self._model, micro_batches, temperature=temperature)
 
-    def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
+    def shard(self, *, device: torch.device) -> None:
         """Shard the model; see ``torchtune_grpo.machine.parallel.shard``."""
-        shard(self._model, settings, device=device)
+        shard(self._model, device=device)
 
 
 Reference = AdapterReference | FrozenReference

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtune_grpo.config.keys import DistributedConfig, GRPOConfig
+from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.training.packing import MicroBatch
 from torchtune_grpo.training.reference import FrozenReference
 from torchtune_grpo.trajectory import Trajectory
@@ -50,10 +50,10 @@ class Teacher:
         assert self.model is not None
         return self.model.logprobs(micro_batches, temperature=temperature)
 
-    def shard(self, settings: DistributedConfig, *, device: torch.device) -> None:
+    def shard(self, *, device: torch.device) -> None:
         """Shard the model; see ``torchtune_grpo.machine.parallel.shard``."""
         assert self.model is not None
-        self.model.shard(settings, device=device)
+        self.model.shard(device=device)
 
     def advantages(self, rows: Trajectory, old_logprobs: Tensor) -> Tensor:
         """Return the advantages [n, L] of the tokens of n rows.
