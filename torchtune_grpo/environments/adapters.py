@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-import random
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,10 +22,9 @@ from torchtune_grpo.environments.results import (
     step_result,
     text_of,
 )
+from torchtune_grpo.sandbox.remote import ObjectError
 from torchtune_grpo.sandbox.wire import NotPlain, dump
-
-# Returns what an awaitable gives, and any other value as it is.
-Wait = Callable[[Any], Any]
+from torchtune_grpo.sandbox.worker import Wait, seed_generators
 
 _PACKAGE = str(Path(__file__).parents[1])
 _NOT_USERS = (_PACKAGE, str(Path(inspect.__file__).parent))
@@ -53,7 +50,7 @@ class Reply(NamedTuple):
     failed_calls: int = 0
 
 
-class UserCodeError(Exception):
+class UserCodeError(ObjectError):
     """An error of a user's method: its name, what it raised, and the user's file and line."""
 
 
@@ -77,15 +74,6 @@ def _place(error: BaseException, function: Callable[..., Any]) -> str:
         code = inspect.unwrap(getattr(function, "__func__", function)).__code__
         users = users or [(code.co_filename, code.co_firstlineno)]
     return f" ({Path(users[-1][0]).name}:{users[-1][1]})" if users else ""
-
-
-def seed_generators(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, as far as they are imported."""
-    random.seed(seed)
-    if hasattr(sys.modules.get("numpy"), "random"):
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    if hasattr(sys.modules.get("torch"), "default_generator"):
-        sys.modules["torch"].default_generator.manual_seed(seed)  # that of the CPU alone
 
 
 class Adapter:

@@ -15,12 +15,12 @@ from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.data.dataset import PromptBatch
-from torchtune_grpo.environments.adapters import Reply, Turn, UserCodeError
+from torchtune_grpo.environments.adapters import Reply, Turn
 from torchtune_grpo.environments.calls import read_turn
-from torchtune_grpo.environments.hosts import HostLost
 from torchtune_grpo.environments.sessions import Session, in_thread
 from torchtune_grpo.machine import interrupt
 from torchtune_grpo.machine.parallel import gather_over_ranks
+from torchtune_grpo.sandbox.remote import ObjectError, ObjectLost
 from torchtune_grpo.trajectory import Completion, Prompt, Samples, message
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Conversations:
                 return False
         error = work.exception()
         if error is not None:
-            is_told = isinstance(error, (UserCodeError, HostLost))
+            is_told = isinstance(error, (ObjectError, ObjectLost))
             at.error = f"environment {at.session.kind.name}: "
             at.error += str(error) if is_told else describe(error)
             self._fail(at, at.error)

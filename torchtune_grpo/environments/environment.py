@@ -26,14 +26,15 @@ from torchtune_grpo.environments.adapters import (
     ToolAdapter,
 )
 from torchtune_grpo.environments.calls import Parser, find_parser
-from torchtune_grpo.environments.hosts import HostServer
 from torchtune_grpo.environments.replies import ReplyEncoder
 from torchtune_grpo.environments.sessions import Kind, Session
 from torchtune_grpo.machine import loop
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.rewards.reward import Reward, declares
+from torchtune_grpo.sandbox.remote import ObjectServer
 from torchtune_grpo.trajectory import Completion, Prompt
 
+RECIPE = f"{Recipe.__module__}.{Recipe.__name__}"
 _NOT_TOOLS = ("reset", "get_reward", "close")
 
 
@@ -152,7 +153,7 @@ def _hosted(kind: Kind, settings: EnvironmentConfig) -> Kind:
     paths = kind.recipe.dotpaths
     if settings.isolation is None or paths is None:
         return kind
-    return replace(kind, server=HostServer(paths))
+    return replace(kind, server=ObjectServer([RECIPE, *paths]))
 
 
 def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:

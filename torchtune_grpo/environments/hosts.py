@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import pickle
 import random
-import socket
 import sys
 import threading
 import time
@@ -22,17 +19,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from torchtune_grpo.environments.adapters import Adapter, Recipe, UserCodeError
+from torchtune_grpo.environments.adapters import Adapter, Recipe
 from torchtune_grpo.machine import loop
-from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
-from torchtune_grpo.sandbox.syscalls import seconds_waited
-from torchtune_grpo.sandbox.wire import PeerGone, load, receive, send_bytes
-
-_IMPORT_SECONDS = 120.0  # importing torch on a busy machine can take long
-
-
-class HostLost(RuntimeError):
-    """An adapter that is no more: it did not answer in time, or its process has ended."""
+from torchtune_grpo.sandbox.remote import ObjectLost, ObjectServer, RemoteObject
 
 
 class Host(Protocol):
@@ -44,7 +33,7 @@ class Host(Protocol):
         ...
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a method returns; raises a UserCodeError, or HostLost after its time."""
+        """Return what a method returns; raises an ObjectError, or ObjectLost after its time."""
         ...
 
     def begin_close(self) -> None:
@@ -56,110 +45,11 @@ class Host(Protocol):
         ...
 
 
-# --- In a process of its own ----------------------------------------------------------------------
-
-
-class HostServer:
-    """The process that imports what hosts need, once, and forks one for each of them."""
-
-    def __init__(self, dotpaths: Sequence[str]) -> None:
-        self._dotpaths = [f"{Recipe.__module__}.{Recipe.__name__}", *dotpaths]
-        self._lock = threading.Lock()
-        self._server: ServerProcess | None = None
-
-    def start(self) -> tuple[socket.socket, ServerProcess]:
-        """Fork a process for a host; start the server if there is none, or if it was lost."""
-        with self._lock:
-            if self._server is not None:
-                with suppress(ServerLost):
-                    return self._server.start(), self._server
-            self._server = self._begin()
-            return self._server.start(), self._server
-
-    def _begin(self) -> ServerProcess:
-        setup = {"dotpaths": self._dotpaths, "import_path": sys.path, "folder": os.getcwd()}
-        server = ServerProcess("objects", setup={**setup, "imports_once": True})
-        if server.facts["threads"] > 1:  # no fork has them, so each host imports for itself
-            server.close()
-            server = ServerProcess("objects", setup={**setup, "imports_once": False})
-        return server
-
-    def begin_close(self) -> None:
-        """Let all hosts that are left close themselves, and end those that take too long."""
-        if self._server is not None:
-            self._server.kill()
-
-    def wait_closed(self) -> None:
-        """Wait until all hosts have ended."""
-        if self._server is not None:
-            self._server.close()
-        self._server = None
-
-
-class ProcessHost:
+class ProcessHost(RemoteObject):
     """A host in a process, which is killed with all that it started when its time is over."""
 
-    def __init__(self, server: HostServer, recipe: Recipe, *, seed: int, timeout: float) -> None:
-        self._hosts, self._recipe, self._seed, self._timeout = server, recipe, seed, timeout
-        self._socket: socket.socket | None = None
-        self._server: ServerProcess | None = None
-        self._pid = 0
-        self.is_over = False
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        try:
-            if self._socket is None:
-                self._socket, self._server = self._hosts.start()
-                self._socket.settimeout(_IMPORT_SECONDS)
-                self._pid = receive(self._socket)
-                self._ask(self._socket, self._recipe.make, [self._seed])
-            return self._ask(self._socket, method, arguments)
-        except TimeoutError:
-            self._kill()
-            text = f"no answer within {self._timeout:g} s; its processes were killed"
-            raise HostLost(text) from None
-        except (PeerGone, ServerLost) as error:
-            self._kill()
-            raise HostLost(f"its process ended ({error})") from None
-
-    def _ask(self, sock: socket.socket, function: Any, arguments: Sequence[Any]) -> Any:
-        request = pickle.dumps((function, arguments))
-        sock.settimeout(self._timeout)
-        send_bytes(sock, request)
-        self._wait_for_answer(sock)
-        answer = receive(sock)
-        if "error" in answer:
-            raise UserCodeError(answer["error"])
-        return load(answer["value"])
-
-    def _wait_for_answer(self, sock: socket.socket) -> None:
-        """Wait until an answer begins to come; the process's waits for a CPU do not count."""
-        begun, before, left = time.monotonic(), seconds_waited(self._pid), self._timeout
-        while left > 0:
-            sock.settimeout(left)
-            with suppress(TimeoutError):
-                sock.recv(1, socket.MSG_PEEK)
-                return
-            waited = seconds_waited(self._pid) - before
-            left = self._timeout - (time.monotonic() - begun - waited)
-        raise TimeoutError
-
-    def _kill(self) -> None:
-        if self._server is not None and self._pid and not self.is_over:  # then it closes itself
-            self._server.end(self._pid)
-        self.begin_close()
-        self.wait_closed(0.0)
-
-    def begin_close(self) -> None:
-        self.is_over = True
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # another thread may be waiting for it
-
-    def wait_closed(self, until: float) -> None:
-        """Let go of the process; its server waits for its end."""
-        if self._socket is not None:
-            self._socket.close()
+    def __init__(self, server: ObjectServer, recipe: Recipe, *, seed: int, timeout: float) -> None:
+        super().__init__(server, recipe.make, seed, timeout=timeout)
 
 
 # --- In a thread of this process ------------------------------------------------------------------
@@ -259,7 +149,7 @@ class ThreadHost:
                 raise
             self._is_lost = True
             _turns.give_up(self)
-            raise HostLost(f"no answer within {self._timeout:g} s") from None
+            raise ObjectLost(f"no answer within {self._timeout:g} s") from None
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:

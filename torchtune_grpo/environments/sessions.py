@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from torchtune_grpo.environments.adapters import Recipe, Reply, Turn
-from torchtune_grpo.environments.hosts import Host, HostServer, ProcessHost, ThreadHost
+from torchtune_grpo.environments.hosts import Host, ProcessHost, ThreadHost
 from torchtune_grpo.machine import endings
 from torchtune_grpo.machine.parallel import rank, world_size
+from torchtune_grpo.sandbox.remote import ObjectServer
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Kind:
     schemas: Sequence[Mapping[str, Any]]  # of all tools
     timeout: float
     has_reward: bool = False  # get_reward
-    server: HostServer | None = None
+    server: ObjectServer | None = None
     idle: list[Session] = field(default_factory=list)
     _open: list[Session] = field(default_factory=list)
     _made: list[int] = field(default_factory=lambda: [0])
@@ -77,7 +78,7 @@ class Kind:
 class Session:
     """An environment that is in use by one conversation at a time; ``reset`` begins the next.
 
-    All calls wait. They raise a UserCodeError for what the environment raises, or HostLost, after
+    All calls wait. They raise an ObjectError for what the environment raises, or ObjectLost, after
     which the session cannot be used again.
     """
 

@@ -112,12 +112,13 @@ def math_format_holds(text: str) -> bool:
     return all(any(category(c)[0] not in "ZCM" for c in block) for block in blocks)
 
 
-def located_answers(text: str, *, strict: bool = False) -> set[str]:
+def located_answers(text: str, *, strict: bool = False, one_line: bool = True) -> set[str]:
     """Find the answers that a text states after its thinking; several must agree.
 
     These are the answer blocks; without an answer tag, each ``\\boxed{}``; else the line behind the
     last ``####``, "the (final) answer is" or "Answer:" that is not blank; else the text itself, if
-    it is one line of at most twelve words. ``strict``: blocks only.
+    it is one line of at most twelve words. ``strict``: blocks only; without ``one_line`` it is all
+    that follows a mark.
     """
     tail = text.rpartition("</think>")[2]
     if strict or "<answer>" in tail or "</answer>" in tail:
@@ -134,6 +135,8 @@ def located_answers(text: str, *, strict: bool = False) -> set[str]:
     if not marked and ("\n" in whole or len(whole.split()) > _MOST_WORDS):
         return set()
     for part in filter(None, reversed(marked or [whole])):
+        if not one_line:
+            return {part}
         displayed = _DISPLAYED.match(part)
         line = displayed[1] if displayed else part.partition("\n")[0].strip()
         return {line if line.count("**") % 2 == 0 else line.replace("**", " ").strip()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtune_grpo.rewards.foreign import task_scorer
 from torchtune_grpo.rewards.math import located_answers
-from torchtune_grpo.rewards.workers import FunctionWorker, WorkerStarved, function_pool
+from torchtune_grpo.rewards.workers import FunctionWorker, function_pool
 
 
 class ReasoningGymReward:
@@ -36,12 +36,12 @@ class ReasoningGymReward:
 
 def _score(worker: FunctionWorker, row: tuple[str, dict[str, Any]]) -> float | Exception:
     text, entry = row
-    given, *others = located_answers(text) or [text.rpartition("</think>")[2].strip()]
-    if not str(entry["answer"]).endswith("."):
+    gold = str(entry["answer"])
+    found = located_answers(text, one_line="\n" not in gold)
+    given, *others = found or [text.rpartition("</think>")[2].strip()]
+    if not gold.endswith("."):
         given = given.removesuffix(".")
     try:
         return 0.0 if others else float(worker(answer=given, entry=entry))
-    except WorkerStarved as error:
-        return error
     except (RuntimeError, TimeoutError):
         return 0.0

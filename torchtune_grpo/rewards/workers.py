@@ -12,24 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-import pickle
-import socket
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
-from torchtune_grpo.sandbox.syscalls import used_by
-from torchtune_grpo.sandbox.wire import PeerGone, receive, send, send_bytes
+from torchtune_grpo.sandbox.remote import ObjectError, ObjectLost, ObjectServer, RemoteObject
+from torchtune_grpo.sandbox.worker import Function
 
-# Importing torch on a busy machine can take long, and does not count as the function's time.
-_LOAD_SECONDS = 120.0
-_PATIENCE = 30  # time limits that a call may last on a busy machine
 MAX_WORKERS = 256  # more processes than that are a mistake
 
 W = TypeVar("W")
@@ -43,10 +35,6 @@ class ContractError(ValueError):
 
 class WorkerLost(RuntimeError):
     """A worker process ended before it answered."""
-
-
-class WorkerStarved(WorkerLost):
-    """A worker process hardly got to run."""
 
 
 class WorkerPool(Generic[W]):
@@ -128,35 +116,28 @@ class FunctionWorker:
         makes: bool = False,
         timeout: float,
     ) -> None:
-        self._function = {"path": path, "arguments": dict(arguments or {}), "makes": makes}
-        self._timeout = timeout
-        self._server: ServerProcess | None = None
-        self._socket: socket.socket | None = None
+        self._path, self._server = path, ObjectServer()
+        made_of = (path, dict(arguments or {}), makes)
+        self._new = partial(RemoteObject, self._server, Function.load, *made_of, timeout=timeout)
+        self._remote: RemoteObject | None = None
 
     def __call__(self, seed: int | None = None, /, **arguments: Any) -> Any:
         """Return what the function returns, as plain data; its exceptions become RuntimeErrors.
 
-        The process's random generators are seeded first, if there is a seed.
+        The process's random generators are seeded first, if there is a seed. A reward may take its
+        time for each of the completions that it gets.
         """
         log_extra, log_metric = arguments.pop("log_extra", None), arguments.pop("log_metric", None)
         if "trainer_state" in arguments:  # importing its class would import torch
             arguments["trainer_state"] = SimpleNamespace(**vars(arguments["trainer_state"]))
-        request = pickle.dumps((seed, arguments))
+        times = max(1, len(arguments.get("completions", ())))
         try:
-            sock = self._socket or self._load()
-            sock.settimeout(self._timeout)
-            send_bytes(sock, request)
-            self._wait_for_answer(sock)
-            answer = receive(sock)
-        except TimeoutError:
+            answer = self._loaded().call("call", seed, arguments, times=times)
+        except ObjectError as error:
+            raise RuntimeError(str(error)) from None
+        except ObjectLost as error:
             self.close()
-            text = f"no answer within {self._timeout} s; its processes were killed"
-            raise TimeoutError(text) from None
-        except (PeerGone, ServerLost) as error:
-            self.close()
-            raise WorkerLost(f"its process ended ({error})") from None
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
+            raise (TimeoutError if error.is_late else WorkerLost)(str(error)) from None
         if log_extra is not None and log_metric is not None:
             for column, values in answer["extra"].items():
                 log_extra(column, values)
@@ -164,50 +145,25 @@ class FunctionWorker:
                 log_metric(name, value)
         return answer["returned"]
 
-    def _wait_for_answer(self, sock: socket.socket) -> None:
-        """Wait until an answer begins to arrive, or raise TimeoutError or WorkerStarved."""
-        assert self._server is not None
-        start, before, left = time.monotonic(), used_by(self._server.pid), self._timeout
-        while left > 0:
-            sock.settimeout(left)
-            with contextlib.suppress(TimeoutError):
-                sock.recv(1, socket.MSG_PEEK)
-                return
-            passed, now = time.monotonic() - start, used_by(self._server.pid)
-            if passed > _PATIENCE * self._timeout:
+    def _loaded(self) -> RemoteObject:
+        if self._remote is None:
+            self._remote = self._new()
+            try:
+                self._remote.start()
+            except (ObjectError, ObjectLost) as error:
                 self.close()
-                raise WorkerStarved(f"no answer in {passed:.0f} s: the machine is too busy")
-            ran, waited = now[0] - before[0], now[1] - before[1]
-            left = self._timeout - max(ran, passed - waited)
-        raise TimeoutError
+                raise ContractError(
+                    f"{self._path} cannot be loaded in a process of its own: {error}"
+                ) from None
+        return self._remote
 
     def kill(self) -> None:
         """Immediately fail a call that another thread is waiting for."""
-        if (server := self._server) is not None:
-            server.kill()
+        if (remote := self._remote) is not None:
+            remote.kill()
 
     def close(self) -> None:
         """End the process and all that it started; the next call starts a new one."""
-        if self._socket is not None:
-            self._socket.close()
-        if self._server is not None:
-            self._server.close()
-        self._server = self._socket = None
-
-    def _load(self) -> socket.socket:
-        self._server = ServerProcess("function")
-        self._socket = self._server.start()
-        try:
-            self._socket.settimeout(_LOAD_SECONDS)
-            folders = {"import_path": sys.path, "folder": os.getcwd()}
-            send(self._socket, {**self._function, **folders})
-            answer = receive(self._socket)
-        except (TimeoutError, PeerGone) as error:
-            answer = {"error": f"its process ended while loading ({error!r})"}
-        if "error" in answer:
-            self.close()
-            raise ContractError(
-                f"{self._function['path']} cannot be loaded in a process of its own: "
-                f"{answer['error']}"
-            )
-        return self._socket
+        self.kill()
+        self._server.wait_closed()
+        self._remote = None

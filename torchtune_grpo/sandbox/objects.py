@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,7 +113,7 @@ def _run_object(requests: socket.socket, to_import: Sequence[str]) -> None:
     asyncio.set_event_loop(loop)
 
     def wait(value: Any) -> Any:
-        return loop.run_until_complete(value) if inspect.isawaitable(value) else value
+        return _awaited(value, loop) if inspect.isawaitable(value) else value
 
     _import(to_import)
     send(requests, os.getpid())
@@ -132,6 +132,25 @@ def _run_object(requests: socket.socket, to_import: Sequence[str]) -> None:
                 answer = {"error": _text_of(error)}
             send(requests, answer)
     _close(getattr(made, "close", None))
+
+
+def _awaited(awaitable: Awaitable[Any], loop: asyncio.AbstractEventLoop) -> Any:
+    """Wait for what an awaitable returns; a task of it that raises SystemExit ends only itself."""
+
+    async def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return await awaitable, None
+        except BaseException as error:
+            return None, error
+
+    task = loop.create_task(outcome())
+    while not task.done():
+        with contextlib.suppress(BaseException):
+            loop.run_until_complete(task)
+    value, error = task.result()
+    if error is not None:
+        raise error
+    return value
 
 
 def _text_of(error: BaseException) -> str:

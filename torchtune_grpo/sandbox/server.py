@@ -64,7 +64,7 @@ class ServerProcess:
     ) -> None:
         ours, theirs = socket.socketpair()
         boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno(), packages=[*packages])
-        if role in ("function", "objects"):
+        if role == "objects":
             flags: list[str] = []
             env = {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
             settings: dict[str, Any] = {"env": {**_DEFAULTS, **env, "CUDA_VISIBLE_DEVICES": ""}}
@@ -134,32 +134,25 @@ class ServerProcess:
 
 
 def main(role: str, fd: int, packages: Sequence[str]) -> None:
-    """Serve the other end of the socket ``fd`` with tasks of one role: ``function`` (a worker that
-    calls a function), ``objects`` (each holds one), or ``code`` or ``code_without_namespaces``,
-    where completions can import the packages in the folders ``packages``."""
+    """Serve the other end of the socket ``fd`` with tasks of one role: ``objects`` (each holds
+    one), or ``code`` or ``code_without_namespaces``, where completions can import the packages in
+    the folders ``packages``."""
     control = socket.socket(fileno=fd)
-    task: Task
     if role == "objects":
         from torchtune_grpo.sandbox.objects import serve_objects
 
         serve_objects(control)
         return
-    if role == "function":
-        from torchtune_grpo.sandbox.worker import run_worker as task
+    from torchtune_grpo.sandbox.checker import run_checker
+    from torchtune_grpo.sandbox.fences import Fences
 
-        facts = {}
-    else:
-        from torchtune_grpo.sandbox.checker import run_checker
-        from torchtune_grpo.sandbox.fences import Fences
-
-        try:
-            fences = Fences(namespaces=role == "code", packages=packages)
-        except OSError as error:
-            send(control, {"refusal": str(error)})
-            return
-        task, facts = partial(run_checker, fences=fences), fences.facts
-    send(control, facts)
-    _serve(control, task)
+    try:
+        fences = Fences(namespaces=role == "code", packages=packages)
+    except OSError as error:
+        send(control, {"refusal": str(error)})
+        return
+    send(control, fences.facts)
+    _serve(control, partial(run_checker, fences=fences))
 
 
 def _serve(control: socket.socket, task: Task) -> None:

@@ -1,62 +1,58 @@
-"""Main program of a worker process: load a function, and call it once for each request."""
+"""A user's function in a process of its own, which ``torchtune_grpo.rewards.workers`` calls."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import importlib
-import inspect
-import json
-import os
-import pickle
 import random
 import runpy
-import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any
 
-from torchtune_grpo.sandbox.wire import PeerGone, receive, receive_bytes, send, send_bytes
+Wait = Callable[[Any], Any]  # returns what an awaitable gives, and any other value as it is
 
 
-def run_worker(requests: socket.socket) -> None:
-    """Load the function that the first message names; call it per request until the socket closes.
+class Function:
+    """A function, and what its calls report beside their result."""
 
-    Requests are pickles of a seed and keyword arguments, as the owner is trusted; answers are JSON.
-    All calls of an async function share an event loop, for connections that outlive a call.
-    """
-    # A child of the function that outlives it must not hold the socket open.
-    requests.set_inheritable(False)
-    request = receive(requests)
-    os.chdir(request["folder"])
-    sys.path[:] = request["import_path"]
+    def __init__(self, function: Callable[..., Any], wait: Wait) -> None:
+        self._function, self._wait = function, wait
+
+    @classmethod
+    def load(cls, path: str, arguments: Mapping[str, Any], makes: bool, wait: Wait) -> Function:
+        """Load the function; if it ``makes`` the one to call, ``arguments`` are for making it."""
+        with _telling():
+            function = partial(_named(path), **arguments)
+            return cls(function() if makes else function, wait)
+
+    def call(self, seed: int | None, arguments: dict[str, Any]) -> Any:
+        """Return what it has ``returned``, and what it has logged, as plain data."""
+        if seed is not None:
+            seed_generators(seed)
+        extra: dict[str, list[Any]] = {}
+        metrics: list[tuple[str, float]] = []
+        if "trainer_state" in arguments:  # a run's rewards may report more than they return
+            arguments["log_extra"] = lambda column, values: extra.update({column: [*values]})
+            arguments["log_metric"] = lambda name, value: metrics.append((name, float(value)))
+        with _telling():
+            returned = self._wait(self._function(**arguments))
+            for value in returned if isinstance(returned, (list, tuple)) else ():
+                if isinstance(value, BaseException):
+                    raise value
+        return _plain({"returned": returned, "extra": extra, "metrics": metrics})
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Raise what the user's code raises as an error with its traceback as text."""
     try:
-        function = partial(_named(request["path"]), **request["arguments"])
-        if request["makes"]:
-            function = function()
+        yield
     except BaseException:
-        send(requests, {"error": traceback.format_exc(limit=-3)})
-        return
-    send(requests, {"ready": True})
-    loop = asyncio.new_event_loop()
-    with contextlib.suppress(PeerGone):
-        while True:
-            seed, arguments = pickle.loads(receive_bytes(requests))
-            if seed is not None:
-                _seed_generators(seed)
-            send_bytes(requests, _answer(function, arguments, loop).encode())
-
-
-def _seed_generators(seed: int) -> None:
-    """Seed Python's generator, and those of numpy and torch if the function has imported them."""
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(seed)
+        raise RuntimeError(traceback.format_exc(limit=-3)) from None
 
 
 def _named(path: str) -> Callable[..., Any]:
@@ -68,48 +64,23 @@ def _named(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def _answer(function: Any, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop) -> str:
-    extra: dict[str, Any] = {}
-    metrics: list[Any] = []
-    if "trainer_state" in arguments:  # a run's rewards may report more than they return
-        arguments["log_extra"] = lambda column, values: extra.update({str(column): list(values)})
-        arguments["log_metric"] = lambda name, value: metrics.append((str(name), float(value)))
-    try:
-        returned = function(**arguments)
-        if inspect.iscoroutine(returned):
-            returned = _awaited(returned, loop)
-        for value in returned if isinstance(returned, (list, tuple)) else ():
-            if isinstance(value, BaseException):
-                raise value
-        answer = {"returned": returned, "extra": extra, "metrics": metrics}
-        return json.dumps(answer, default=_plain)
-    except BaseException:
-        return json.dumps({"error": traceback.format_exc(limit=-3)})
-
-
-def _awaited(awaitable: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    """Wait for what an awaitable returns; a task of it that raises SystemExit ends only itself."""
-
-    async def outcome() -> tuple[Any, BaseException | None]:
-        try:
-            return await awaitable, None
-        except BaseException as error:
-            return None, error
-
-    task = loop.create_task(outcome())
-    while not task.done():
-        with contextlib.suppress(BaseException):
-            loop.run_until_complete(task)
-    value, error = task.result()
-    if error is not None:
-        raise error
-    return value
+def seed_generators(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators, as far as they are imported."""
+    random.seed(seed)
+    if hasattr(sys.modules.get("numpy"), "random"):
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if hasattr(sys.modules.get("torch"), "default_generator"):
+        sys.modules["torch"].default_generator.manual_seed(seed)  # that of the CPU alone
 
 
 def _plain(value: Any) -> Any:
-    """Convert what JSON cannot hold, if need be to text."""
+    """Convert a value to what crosses between processes, if need be to text."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [*map(_plain, value)]
     if hasattr(value, "tolist"):  # tensors, arrays and their numbers
         return value.tolist()
-    if isinstance(value, (set, frozenset)):
-        return list(value)
     return float(value) if isinstance(value, Real) else str(value)
