@@ -90,6 +90,10 @@ def scaled(prompts, completions, factor, **columns):
 def make_scaled(factor):
     return lambda prompts, completions, **columns: [factor * float(completions[0])]
 
+def longest(prompts, completions, **columns):
+    if "raise" in completions: raise KeyError("mine")
+    return [float(len(text) == max(map(len, completions))) for text in completions]
+
 def chats(prompts, completions, **columns):
     return [float(completions[0][0]["content"])]
 """
@@ -137,8 +141,9 @@ def make(actors):
 
 
 def score(rewards, *completions, **more):
-    more = {"columns": {}, **more}
-    return rewards(prompts=["p"] * len(completions), completions=list(completions), **more)
+    """Score completions of different prompts."""
+    more = {"columns": {}, "prompts": [f"p{n}" for n in range(len(completions))], **more}
+    return rewards(completions=list(completions), **more)
 
 
 def test_waiting_for_a_cpu_is_not_the_rewards_time(make, busy_core):
@@ -156,6 +161,14 @@ def test_each_way_to_fail_costs_one_sample(make):
     values = scores.scores[:, 0]
     assert values.isnan().tolist() == [text in bad or text == "none" for text in texts]
     assert set(values[~values.isnan()].tolist()) == {2.5}
+
+
+def test_a_group_is_scored_at_once(make):
+    """As in process, for a reward that compares; one at a time where a completion makes it fail."""
+    texts, prompts = ["a", "bbb", "cc", "dd", "e", "raise", "f"], ["p"] * 3 + ["q"] * 2 + ["r"] * 2
+    scores = score(make("longest"), *texts, prompts=prompts)
+    assert scores.scores[:5, 0].tolist() == [0, 1, 0, 1, 0]
+    assert scores.failed[:, 0].tolist() == [text == "raise" for text in texts]
 
 
 def test_the_error_is_told(make):
@@ -262,15 +275,16 @@ def draws(prompts, completions, **columns):
 """
 
 
-def test_what_a_reward_draws_depends_on_seed_step_and_row_alone(make, actors):
-    """Not on the process that it runs in, nor on the rows beside its own, nor on earlier calls."""
+def test_what_a_reward_draws_depends_on_seed_step_and_group_alone(make, actors):
+    """Not on the process that it runs in, nor on other groups, nor on earlier calls."""
     (actors / "drawing.py").write_text(DRAWS)
     node = {"_component_": "drawing.draws", "timeout": 30}
 
     def drawn(*texts, seed=3, step=5, workers=1):
         state = TrainerState(global_step=step, max_steps=20)
         rewards = make(**node, seed=seed, workers=workers)
-        return [score(rewards, *texts, trainer_state=state).total.tolist() for _ in range(2)]
+        given = {"prompts": [*texts], "trainer_state": state}  # each a group of its own
+        return [score(rewards, *texts, **given).total.tolist() for _ in range(2)]
 
     first, again = drawn("a", "b", "c")
     assert first == again == drawn("a", "b", "c", workers=3)[0] and len({*first}) == 3

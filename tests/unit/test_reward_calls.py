@@ -8,9 +8,11 @@ import re
 import signal
 import threading
 import time
+from decimal import Decimal
 from functools import partial
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -79,6 +81,10 @@ def test_accepted_return_types():
     try:
         values = ([True, False], (2, None), torch.tensor([0.1, 3]))
         scores = score(*map(returns, values), n=2)
+        # As TRL takes them.
+        numbers = ([torch.tensor(1), np.bool_(True)], [Decimal("1"), np.float32(1)])
+        alike = score(*map(returns, (*numbers, torch.ones(2, 1), np.ones((2, 1)))), n=2)
+        assert alike.scores.eq(1).all()
     finally:
         torch.set_default_dtype(torch.float32)
     assert scores.scores[:, 0].tolist() == [1.0, 0.0]
@@ -94,7 +100,7 @@ def test_accepted_return_types():
         ([1.0], "'r0' returned 1 values for 2 completions"),
         (None, "'r0' returned NoneType"),
         ("12", "'r0' returned str"),
-        (torch.ones(2, 1), r"'r0' returned \[1.0\] at index 0"),
+        (torch.ones(2, 2), r"'r0' returned \[1.0, 1.0\] at index 0"),
         (["1.0", 1.0], "'r0' returned '1.0' at index 0"),
         ([1.0, 1j], "'r0' returned 1j at index 1"),
     ],

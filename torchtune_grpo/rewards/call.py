@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
+from itertools import pairwise
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.machine import loop
@@ -78,6 +80,11 @@ class Batch:
         columns = {name: self.columns[name] for name in reward.only}
         rows = [n for n, each in enumerate(self.completions) if not each.failed]
         return [n for n in rows if reward.applies_to({c: v[n] for c, v in columns.items()})]
+
+    def groups(self) -> list[range]:
+        """Return the runs of rows that have the same prompt."""
+        starts = [n for n, each in enumerate(self.prompts) if not n or each != self.prompts[n - 1]]
+        return [range(*ends) for ends in pairwise([*starts, len(self.prompts)])]
 
     def select(self, rows: Sequence[int]) -> Batch:
         def of(values: Sequence[Any]) -> list[Any]:
@@ -178,20 +185,30 @@ def call_all(rewards: Sequence[Reward], batch: Batch) -> dict[str, Outcome]:
 
 
 def _call_reward(reward: Reward, batch: Batch) -> Outcome:
-    """Call a reward on all completions; in workers, or if it raises, on one at a time."""
+    """Call a reward on all completions, or in workers on each group."""
     start, count = time.perf_counter(), len(batch.completions)
-    call, outcome = partial(_call, reward), Outcome(count)
-    pool: WorkerPool[Any] | None = reward.workers
+
+    def of_rows(function: RewardFunction, rows: Sequence[int]) -> Outcome:
+        """Call it on rows at once; if it raises, on one at a time."""
+        outcome = _call(reward, function, batch.select(rows))
+        if not outcome.raised or len(rows) == 1:
+            return outcome
+        outcome, ones = Outcome(len(rows)), [[row] for row in rows]
+        if reward.is_async:
+            parts = WorkerPool([function] * _ASYNC_CALLS).map(of_rows, ones)
+        else:
+            parts = [of_rows(function, one) for one in ones]
+        for number, part in enumerate(parts):
+            outcome.fill([number], part)
+        return outcome
+
     try:
-        if pool is None:
-            outcome = call(reward.function, batch)
-        if pool is not None or (outcome.raised and count > 1):
-            outcome, ones = Outcome(count), [batch.select([row]) for row in range(count)]
-            if reward.is_async:
-                pool = WorkerPool([reward.function] * _ASYNC_CALLS)
-            parts = pool.map(call, ones) if pool else [call(reward.function, one) for one in ones]
-            for row, part in enumerate(parts):
-                outcome.fill([row], part)
+        if reward.workers is None:
+            outcome = of_rows(reward.function, range(count))
+        else:
+            outcome, groups = Outcome(count), batch.groups()
+            for rows, part in zip(groups, reward.workers.map(of_rows, groups), strict=True):
+                outcome.fill(rows, part)
     except ContractError as error:
         outcome = Outcome(count, [error] * count, broken=error)
     outcome.seconds = time.perf_counter() - start
@@ -230,10 +247,13 @@ def _scores_of(name: str, returned: Any, count: int) -> list[Score]:
         )
     scores: list[Score] = []
     for index, value in enumerate(returned):
-        if isinstance(value, Real):
-            number = cast(float, value)
-            is_finite = abs(number) <= _LARGEST
-            scores.append(float(number) if is_finite else ValueError(_NOT_FINITE))
+        if isinstance(value, (list, tuple)) and len(value) == 1:  # of a shape (N, 1)
+            value = value[0]
+        if hasattr(value, "item"):  # a number of numpy or torch
+            value = value.item()
+        if isinstance(value, (Real, Decimal)):
+            is_finite = abs(value) <= _LARGEST
+            scores.append(float(value) if is_finite else ValueError(_NOT_FINITE))
         elif value is None or isinstance(value, BaseException):
             scores.append(value)
         else:
