@@ -12,7 +12,7 @@ from decimal import Decimal
 from functools import partial
 from itertools import pairwise
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from torchtune_grpo.config.text import describe
 from torchtune_grpo.machine import loop
@@ -252,7 +252,7 @@ def _scores_of(name: str, returned: Any, count: int) -> list[Score]:
         if hasattr(value, "item"):  # a number of numpy or torch
             value = value.item()
         if isinstance(value, (Real, Decimal)):
-            is_finite = abs(value) <= _LARGEST
+            is_finite = abs(cast(float, value)) <= _LARGEST
             scores.append(float(value) if is_finite else ValueError(_NOT_FINITE))
         elif value is None or isinstance(value, BaseException):
             scores.append(value)
