@@ -116,23 +116,25 @@ def play(
     environment = make_environment(
         kinds, keys, encoder=dataset.encoder, tokenizer=tokenizer, context=8000
     )
-    prompts = collate_prompts([dataset[index] for index in range(len(dataset))])
-    found = sample_groups(
-        ScriptedEngine(tokenizer, scripts),
-        prompts,
-        tokenizer=tokenizer,
-        group_size=group_size or len(scripts) // len(dataset),
-        params=SamplingParams(max_generated_tokens=max_tokens),
-        prefill=dataset.prefill,
-        seed=seed,
-        step=0,
-        environment=environment,
-    )
     scores = None
-    own = [*rewards, *environment_rewards(kinds)]
-    if own:
-        scores = RewardSet.from_config(own)(
-            prompts=found.prompts, completions=found.completions, columns=found.columns
+    try:
+        prompts = collate_prompts([dataset[index] for index in range(len(dataset))])
+        found = sample_groups(
+            ScriptedEngine(tokenizer, scripts),
+            prompts,
+            tokenizer=tokenizer,
+            group_size=group_size or len(scripts) // len(dataset),
+            params=SamplingParams(max_generated_tokens=max_tokens),
+            prefill=dataset.prefill,
+            seed=seed,
+            step=0,
+            environment=environment,
         )
-    endings.close(kinds.values())
+        own = [*rewards, *environment_rewards(kinds)]
+        if own:
+            scores = RewardSet.from_config(own)(
+                prompts=found.prompts, completions=found.completions, columns=found.columns
+            )
+    finally:
+        endings.close(kinds.values())
     return found, scores

@@ -337,17 +337,29 @@ hosted_add.__name__ = "add"
 # --- The end ---------------------------------------------------------------------------------
 
 
+def children_of(folder):
+    """The processes that environments have started."""
+    names = [name for name in os.listdir(folder) if name.startswith("child")]
+    return [int(name.partition("-")[2]) for name in names]
+
+
+def end(children):
+    """End what environments in threads have started."""
+    for child in map(psutil.Process, children):
+        child.kill()
+        child.wait()
+
+
 @BOTH
 def test_close_is_called_and_what_was_started_ends_with_it(isolation, qwen, tmp_path):
     play(qwen, [TALK] * 4, **node("Logged", isolation, folder=str(tmp_path), max_turns=2))
-    names = sorted(os.listdir(tmp_path))
-    children = [int(name.partition("-")[2]) for name in names if name.startswith("child")]
-    assert len(children) == 4 and {f"closed-{child}" for child in children} <= {*names}
+    children = children_of(tmp_path)
+    closed = {f"closed-{child}" for child in children}
+    assert len(children) == 4 and closed <= {*os.listdir(tmp_path)}
     if isolation:
         assert not any(map(psutil.pid_exists, children))
     else:
-        for child in children:
-            psutil.Process(child).kill()
+        end(children)
 
 
 @BOTH
@@ -361,7 +373,9 @@ def test_a_step_in_progress_may_end_before_close(isolation, tmp_path):
     while not (tmp_path / "step").exists():
         time.sleep(0.01)
     kind.close()
-    assert len([*tmp_path.glob("closed-*")]) == len([*tmp_path.glob("child-*")]) == 3
+    assert len([*tmp_path.glob("closed-*")]) == len(children_of(tmp_path)) == 3
+    if not isolation:
+        end(children_of(tmp_path))
     assert all(each.exception(timeout=9) is None or isolation for each in work)
 
 
@@ -371,5 +385,5 @@ def test_close_has_five_seconds(qwen, tmp_path):
     keys = node("Logged", "process", folder=str(tmp_path), seconds=1000.0, max_turns=2)
     play(qwen, [TALK] * 4, **keys)
     assert time.monotonic() - begun < 20
-    children = [int(name.partition("-")[2]) for name in os.listdir(tmp_path) if "child" in name]
+    children = children_of(tmp_path)
     assert len(children) == 4 and not any(map(psutil.pid_exists, children))
