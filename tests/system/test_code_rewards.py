@@ -129,7 +129,7 @@ def forges(data, *, length=None, then="os._exit(0)"):
 def test_forged_changes_are_refused(sandbox, changed):
     data = json.dumps({"value": 1, "changed": changed}).encode()
     verdict = judge(sandbox, forges(data), test="assert solve([1]) == 1")
-    assert not verdict.passed and not verdict.test_failed and verdict.calls == 1, verdict
+    assert not verdict.passed and not verdict.test_failed and verdict.questions == 1, verdict
     assert verdict.why.startswith(("NotPlain", "TypeError", "ValueError", "IndexError"))
 
 

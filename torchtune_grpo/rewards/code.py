@@ -29,7 +29,7 @@ log = get_logger("INFO")
 _LONGEST = 100_000  # characters in a completion
 _MAX_TRIED = 500  # rows, which take five seconds
 _MAX_SOLUTIONS = 10  # of a row's own
-_RAISES = "def {}(*_, **__): raise Exception('always')"
+_RAISES = "raise Exception('always')"
 
 
 @declares(reads="text", reward_range=(0.0, 1.0), check_row=code_tests.name_fault)
@@ -140,8 +140,8 @@ class CodeReward:
             return str(error)
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
-        """Find broken tests by running them: a test must call a function that raises in every call
-        and must fail it, and one of the row's own solutions, if it has any, must pass.
+        """Find broken tests by running them: a test must ask for functions that raise in every call
+        and must fail them, and one of the row's own solutions, if it has any, must pass.
 
         At most 500 rows are tried, always the same ones. Returns the position of each tried row,
         mapped to what is wrong with it, or to None.
@@ -155,11 +155,10 @@ class CodeReward:
 
     def _trial(self, sandbox: CodeSandbox, row: Mapping[str, Any]) -> str | None:
         exam = self.read_test(**row)
-        raising = self._judge(sandbox, (_always_raising(exam.entry_point), exam))
+        raising = self._judge(sandbox, (_always_raising(exam), exam))
         if raising.passed:
             return "a function that raises in every call passes"
-        fault = raising.why if raising.test_failed or not raising.calls else None
-        # A solution may define further functions, which the one that raises does not.
+        fault = None if raising.questions else raising.why
         for solution in code_tests.own_solutions(row, exam)[:_MAX_SOLUTIONS]:
             verdict = self._judge(sandbox, (solution, exam))
             if verdict.passed:
@@ -234,12 +233,14 @@ class ProgramReward(CodeReward):
         return self._scores(completions, tests=tests, **columns)
 
 
-def _always_raising(entry_point: str) -> str:
-    """Return a program whose function or method raises in every call."""
-    name, _, method = entry_point.partition("().")
+def _always_raising(exam: Exam) -> str:
+    """Return a program whose functions, all that the test names, raise in every call."""
+    name, _, method = exam.entry_point.partition("().")
     if not name:  # it is a whole program
-        return _RAISES.partition(": ")[2]
-    return f"class {name}:\n    {_RAISES.format(method)}" if method else _RAISES.format(name)
+        return _RAISES
+    defined = f"class {name}: {method} = _raises" if method else f"{name} = _raises"
+    others = f"globals().update({{n: _raises for n in {exam.others} if n not in globals()}})"
+    return f"def _raises(*_, **__): {_RAISES}\n{defined}\n{others}"
 
 
 def _folder_of(package: str) -> str:

@@ -94,22 +94,25 @@ def _examine(exam: Exam, candidate: _CandidateProcess) -> Verdict:
     except BaseException as raised:
         error = raised
     kind, why = _kind_and_reason(error, candidate)
-    return Verdict(kind, why[:500], candidate.answers, share)
+    return Verdict(kind, why[:500], candidate.questions, share)
 
 
 def _kind_and_reason(error: BaseException | None, candidate: _CandidateProcess) -> tuple[Kind, str]:
     """Find who is to blame for what ended the test, if anything did.
 
-    Before its first answer a completion cannot have caused a failure of the test.
+    Only before its first question, be it for a name, is a failure the test's own. From then on it
+    may follow from what the completion defines, raises or returns.
     """
     if candidate.failure:  # which the test may have caught
         return candidate.failure
     why = f"{type(error).__name__}: {error}" if error else ""
-    if not candidate.answers:
+    if not candidate.questions:
         text = "the test itself failed before it called the function: "
         return Kind.BROKEN_TEST, text + (why or "it never did")
     if error is None:
-        return Kind.PASSED, ""
+        if candidate.was_called:
+            return Kind.PASSED, ""
+        return Kind.WRONG, "with these names, the test ends without a call of the function"
     explained = error is candidate.raised or isinstance(error, AssertionError)
     if candidate.objects and not explained:  # the test may have taken an object for a value
         return Kind.REFUSED, f"refused: {why}"
@@ -159,7 +162,8 @@ class _CandidateProcess:
         self.entry = _StandIn(self, ENTRY, is_known=True)
         self._names = _StandIn(self, NAMES, is_known=False)
         self.objects: dict[int, _StandIn] = {}
-        self.answers = 0
+        self.questions = 0  # that it was asked, whether it answers or not
+        self.was_called = False  # or asked for more than its names
         self.failure: tuple[Kind, str] | None = None  # why no more answers come
         self.raised: Exception | None = None  # the completion's last exception
 
@@ -188,12 +192,13 @@ class _CandidateProcess:
             call["kwargs"] = {name: wire.dump(value, self._keep) for name, value in kwargs.items()}
         except (wire.NotPlain, RecursionError) as error:
             # Later arguments may hold answers, so that the completion may be the cause.
-            kind = Kind.REFUSED if self.answers else Kind.BROKEN_TEST
+            kind = Kind.REFUSED if self.questions else Kind.BROKEN_TEST
             self.stop(f"refused: the test passes what cannot be sent: {error}", kind)
+        self.questions += 1  # now, as even reading the answer may fail
+        self.was_called |= known is not self._names
         with contextlib.suppress(wire.PeerGone):  # no answer will come either
             wire.send(self._calls, call)
         answer = self._receive("value")
-        self.answers += known is not self._names
         if prints:
             sys.stdout.write(str(answer.get("printed", "")))
         # Objects of the class under test are what a row is about; others could pose as a value.

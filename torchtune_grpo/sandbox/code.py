@@ -98,7 +98,7 @@ class CodeSandbox:
                 program["folder"] = folder
                 verdict = self._run(server, task, folder)
                 if not verdict.passed:
-                    _check_disk(folder, self.limits.megabytes * _MEGABYTE)
+                    _check_disk(folder)
                 return verdict
         except OSError as error:  # a full disk, say
             raise SandboxError(f"this machine refuses what a sandbox needs: {error}") from error
@@ -215,10 +215,12 @@ class CodeSandbox:
             return {"kind": Kind.CRASH, "why": why}
 
 
-def _check_disk(folder: str, most: int) -> None:
-    """Raise SandboxError if the disk is full and files outside the folder fill it."""
+def _check_disk(folder: str) -> None:
+    """Raise SandboxError if the disk would be full even without the folder's files."""
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < _LARGEST_FILE or disk.f_favail < _OPEN_FILES:
         with os.scandir(folder) as files:
-            if sum(file.stat().st_blocks * 512 for file in files) < most:
-                raise SandboxError(f"the disk is full, of which {folder} is a part")
+            sizes = [file.stat(follow_symlinks=False).st_blocks * 512 for file in files]
+        room = disk.f_bavail * disk.f_frsize + sum(sizes)
+        if room < _LARGEST_FILE or disk.f_favail + len(sizes) < _OPEN_FILES:
+            raise SandboxError(f"the disk is full, of which {folder} is a part")

@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 
     kind: Kind
     why: str = ""  # reason why it did not pass
-    calls: int = 0  # calls of the function that the completion answered
+    questions: int = 0  # of the test to the completion: calls, and looks at its names
     share: float | None = None  # of an exam's cases, how many pass
 
     @property

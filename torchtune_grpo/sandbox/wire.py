@@ -77,8 +77,8 @@ def receive(sock: socket.socket, *, limit: int = MAX_BYTES) -> Any:
     data = receive_bytes(sock, limit=limit)
     try:
         return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise PeerGone(f"sent something that is not a message ({error})") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise PeerGone(f"sent something that is not a message ({error!r})") from error
 
 
 def _read(sock: socket.socket, count: int) -> bytes:
