@@ -31,18 +31,18 @@ epoll_wait 232 -, epoll_pwait 281 22, epoll_pwait2 441 441, eventfd 284 -, event
 signalfd 282 -, signalfd4 289 74, timerfd_create 283 85, timerfd_settime 286 86,
 timerfd_gettime 287 87, sendto 44 206, sendmsg 46 211, recvfrom 45 207, recvmsg 47 212,
 shutdown 48 210, getsockname 51 204, getpeername 52 205, brk 12 214, mmap 9 222, munmap 11 215,
-mprotect 10 226, mremap 25 216, madvise 28 233, msync 26 227, rt_sigprocmask 14 135,
-rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137,
-sigaltstack 131 132, kill 62 129, tkill 200 130, tgkill 234 131, restart_syscall 219 128,
-alarm 37 -, pause 34 -, getitimer 36 102, setitimer 38 103, timer_settime 223 110,
-timer_gettime 224 108, timer_getoverrun 225 109, timer_delete 226 111, nanosleep 35 101,
-gettimeofday 96 169, time 201 -, times 100 153, fork 57 -, vfork 58 -, exit 60 93,
-exit_group 231 94, wait4 61 260, waitid 247 95, set_tid_address 218 96, set_robust_list 273 99,
-rseq 334 293, sched_yield 24 124, arch_prctl 158 -, getpid 39 172, getppid 110 173, gettid 186 178,
-getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148,
-getresgid 120 150, getgroups 115 158, getpgrp 111 -, setpgid 109 154, setsid 112 157,
-getrlimit 97 163, setrlimit 160 164, getrusage 98 165, getrandom 318 278, getcpu 309 168,
-uname 63 160, sched_get_priority_max 146 125, sched_get_priority_min 147 126
+mprotect 10 226, mremap 25 216, msync 26 227, rt_sigprocmask 14 135, rt_sigreturn 15 139,
+rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltstack 131 132,
+kill 62 129, tkill 200 130, tgkill 234 131, restart_syscall 219 128, alarm 37 -, pause 34 -,
+getitimer 36 102, setitimer 38 103, timer_settime 223 110, timer_gettime 224 108,
+timer_getoverrun 225 109, timer_delete 226 111, nanosleep 35 101, gettimeofday 96 169, time 201 -,
+times 100 153, fork 57 -, vfork 58 -, exit 60 93, exit_group 231 94, wait4 61 260, waitid 247 95,
+set_tid_address 218 96, set_robust_list 273 99, rseq 334 293, sched_yield 24 124, arch_prctl 158 -,
+getpid 39 172, getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176,
+getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -,
+setpgid 109 154, setsid 112 157, getrlimit 97 163, setrlimit 160 164, getrusage 98 165,
+getrandom 318 278, getcpu 309 168, uname 63 160, sched_get_priority_max 146 125,
+sched_get_priority_min 147 126
 """
 
 # Calls that do nothing and report success, because honest programs make them (sqlite, shutil). They
@@ -74,6 +74,9 @@ _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
     # Only within a process (PRIVATE): on a page of a file that others see, the kernel would let
     # processes wake each other. The bit CLOCK_REALTIME does not count.
     "futex 202 98": [(1, ~256 & _ALL_BITS, [*range(128, 142)])],
+    # Advice on a process's own memory: not to share equal pages, or to push out those of files,
+    # which other processes could tell by how long theirs take.
+    "madvise 28 233": [(2, _ALL_BITS, [*range(5), 8, 10, 11, *range(14, 20), 102, 103])],
     "prctl 157 167": [(0, _ALL_BITS, [15, 16])],  # SET_NAME, GET_NAME
     "getpgid 121 155": [(0, _ALL_BITS, [0])],
     "getsid 124 156": [(0, _ALL_BITS, [0])],
