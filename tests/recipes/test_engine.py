@@ -149,12 +149,13 @@ def test_the_docs_engine_samples_from_the_policy_and_repeats_itself(tmp_path):
     [
         ("my_engine.Absent", "rollout.engine._component_=my_engine.Absent: cannot be imported"),
         ("{_component_: my_engine.Uniform, len: 2}", "rollout.engine.len=2: .*It takes context, l"),
+        ("my_engine.Short", "rollout.engine=my_engine.Short: .*missing .*'length'"),
         ("my_engine.silent", "rollout.engine=my_engine.silent: not an engine; .*RolloutEngine"),
     ],
 )
 def test_what_is_no_engine_is_named(own, node, said):
     with pytest.raises(ConfigError, match=said):
-        check_engine(read_config(load_config(TINY, [f"rollout.engine={node}"])))
+        check_engine(Run(load_config(TINY, [f"rollout.engine={node}"])).cfg)
 
 
 @pytest.mark.parametrize(

@@ -135,11 +135,6 @@ class SamplingParams(SamplingConfig):
         return self.replace(temperature=0.0, top_k=None, top_p=None, min_p=None)
 
     @property
-    def filters(self) -> bool:
-        """Whether some tokens may be left out by their probability."""
-        return self.top_k is not None or self.top_p is not None or self.min_p is not None
-
-    @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and filters acts on the logits."""
         return (

@@ -25,7 +25,7 @@ from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
 from torchtune_grpo.rollout.paused import PausedRows
 from torchtune_grpo.rollout.request import Progress, RolloutRequest
-from torchtune_grpo.rollout.sampling import Sampler, uniforms
+from torchtune_grpo.rollout.sampling import Sampler, filters_in, uniforms
 from torchtune_grpo.trajectory import Samples, length_mask
 
 # The most tokens of prompts or replies that are fed side by side; a longer one is fed alone.
@@ -308,7 +308,7 @@ class Transcript:
         self._noise = buffers.put("noise", uniforms(torch.cat([keys, keys[:1]]), shape[1]))
         self.tokens = buffers.take("tokens", shape, dtype=torch.long)
         # Log-probs of the sampler and, where they differ, of the behaviour policy.
-        differ = params.filters or params.changes_logits or params.temperature == 0 or known < vocab
+        differ = filters_in(dict(params)) or params.temperature == 0 or known < vocab
         kinds = 2 if differ else 1
         self._logprobs = [
             buffers.take(f"log-probs {kind}", shape, dtype=torch.float32).zero_()

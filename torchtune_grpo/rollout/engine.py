@@ -42,7 +42,11 @@ def engine_class(settings: RolloutConfig) -> type[RolloutEngine]:
 def capabilities_of(settings: RolloutConfig) -> Capabilities:
     """Return what the config's engine can do with the arguments that the config gives it."""
     arguments = {key: value for key, value in settings.engine.items() if key != "_component_"}
-    return engine_class(settings).capabilities(**arguments)
+    engine = engine_class(settings)
+    try:
+        return engine.capabilities(**arguments)
+    except TypeError as error:  # an argument is missing
+        raise ConfigError(f"{_key(settings)}: {error}") from error
 
 
 def add_wishes(cfg: DictConfig) -> None:
@@ -50,7 +54,7 @@ def add_wishes(cfg: DictConfig) -> None:
     # ``read_config`` tells of mistakes.
     with suppress(ValueError, OmegaConfBaseException, InstantiationError):
         rollout = OmegaConf.to_container(cfg, resolve=True).get("rollout") or {}
-        correction = capabilities_of(RolloutConfig(**rollout)).correction
+        correction = capabilities_of(RolloutConfig.model_validate(rollout)).correction
         if correction and "sampling_correction" not in (cfg.get("objective") or {}):
             OmegaConf.update(cfg, "objective.sampling_correction", correction, force_add=True)
 

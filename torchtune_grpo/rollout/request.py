@@ -140,16 +140,11 @@ class EngineContext:
 class Capabilities:
     """What an engine can do and what it wants; what it does not declare, it cannot do."""
 
-    turns: bool = False
-    """Whether it asks ``request.turns`` for a reply at the end of each turn."""
-    filters: bool = False
-    """Whether it follows the parameters that change a distribution, see ``filters_in``."""
-    reproducible: bool = False
-    """Whether samples depend on the request and the weights alone, if no deadline is set."""
-    longest_row: int | None = None
-    """The most tokens of a prompt with its response; None = as many as the model takes."""
-    correction: Correction | None = None
-    """The ``objective.sampling_correction`` that it wants where the config leaves that open."""
+    turns: bool = False  # asks ``request.turns`` for a reply at the end of each turn
+    filters: bool = False  # follows the parameters that ``filters_in`` finds
+    reproducible: bool = False  # without a deadline, samples depend on request and weights alone
+    longest_row: int | None = None  # tokens of a prompt with its response; None = as the model
+    correction: Correction | None = None  # objective.sampling_correction if the config has none
 
 
 @runtime_checkable

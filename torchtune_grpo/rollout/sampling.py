@@ -94,7 +94,8 @@ def bytes_per_logit(params: SamplingParams) -> int:
     """Return the most bytes per entry of a row's logits and what ``Sampler`` makes of them."""
     logits = 4 if params.temperature in (0, 1) else 8
     changed = 4 * params.changes_logits
-    drawn = 4 * params.filters + 2 * 4  # filtered; probabilities, and a copy padded to whole blocks
+    filters = params.top_k is not None or params.min_p is not None
+    drawn = 4 * filters + 2 * 4  # filtered; probabilities, and a copy padded to whole blocks
     if params.top_p is not None:
         drawn = 4 + 4 + 8 + 3 * 4  # after top-k; sorted, with indices; probabilities and two sums
     return logits + max(4 * changed, changed + drawn) + (params.repetition_penalty != 1)
