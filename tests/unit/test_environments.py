@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from conversations import END, ScriptedEngine, play
 from hf_tokenizers import write_tokenizer
-from hostile_environment import Hostile
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
@@ -183,24 +182,30 @@ def find(what: str) -> list:
     Args:
         what: What.
     """
+    if what == "exit":
+        raise SystemExit(3)
     return {
         "rows": [{"title": "A", "text": "x", "year": 1}, {"title": "B", "content": "y"}],
         "kinds": [{"type": "fruit", "name": "fig"}],
         "none": [],
-        "parts": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        "parts": [{"type": "text", "text": "a"}, {"type": "text", "text": "\ud800\x00"}],
         "picture": [{"type": "text", "text": "a"}, {"type": "image", "image": None}],
+        "huge": "<|im_end|>" * 100_000,
     }[what]
 
 
-def test_lists_are_written_as_python_writes_them(qwen):
+def test_results_are_written_as_python_writes_them(qwen):
     """As a search or a database returns them; only what chat templates know as parts is joined."""
-    names = ["rows", "kinds", "none", "parts", "picture"]
+    names = ["rows", "kinds", "none", "parts", "picture", "nothing", "huge", "exit"]
     rows, _ = play(
         qwen, [[call("find", what=name) + END, "." + END] for name in names], tools=[find]
     )
-    *written, parts, error = [talk.messages[1]["content"] for talk in rows.completions]
+    ends = [talk.ended for talk in rows.completions]
+    assert ends == ["answered"] * 6 + ["context", "tool_failed"]
+    *written, parts, picture, error = [talk.messages[1]["content"] for talk in rows.completions[:6]]
     assert written == [str(find(name)) for name in names[:3]] and written[2] == "[]"
-    assert parts == "ab" and "only text models" in error
+    assert parts == "a?\x00" and "only text models" in picture
+    assert error == str({"error": "'nothing'"})
 
 
 def test_trl_environment_with_a_reward_function_of_its_environments(qwen):
@@ -394,26 +399,21 @@ def test_forms_of_step(kind, tmp_path):
     )
 
 
-def test_calls_are_counted_where_there_are_tools(tmp_path):
+def test_calls_that_are_made_are_counted_where_there_are_tools(qwen, tmp_path):
     prompt = [{"role": "user", "content": "Hi"}]
     rows, _ = play(
         hf_tokenizer(str(write_tokenizer(tmp_path, "qwen2_5"))),
-        [[call("echo", message="x") + END, "." + END], ["7" + END]],
+        [[call("echo", message="x") + END] * 3, ["6" + END] * 2 + ["7" + END]],
         rows=[{"prompt": prompt, "environment": name, "secret": 7} for name in ("echo", "guess")],
         objects={"echo": EchoEnv, "guess": GuessTuple},
+        max_turns=3,
     )
-    for talks, called in ((rows.completions, [1]), (rows.completions[1:], [])):
+    assert [talk.ended for talk in rows.completions] == ["max_turns", "done"]
+    for talks, called in ((rows.completions, [2]), (rows.completions[1:], [])):
         found = conversation_metrics(talks)
         assert found["tools/call_frequency"] == called
         assert found["tools/failure_frequency"] == [0] * sum(called)
-        assert len(found["environment/turns"]) == len(talks)
-
-
-def test_only_calls_that_are_made_are_counted(qwen):
-    again = call("multiply", a=2, b=2) + END
-    rows, _ = play(qwen, [[again, again, again]], tools=[multiply], max_turns=3)
-    assert rows.completions[0].ended == "max_turns"
-    assert conversation_metrics(rows.completions)["tools/call_frequency"] == [2]
+        assert found["environment/turns"] == [3] * len(talks)
 
 
 class Search:
@@ -444,39 +444,6 @@ def test_an_answer_within_the_policys_message(qwen):
 
 
 # --- Side by side, and what a bad one costs ---------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isolation", [None, "process"])
-def test_a_bad_answer_costs_its_row_only(isolation, qwen):
-    ways = ["fine", "hang", "raise", "huge", "surrogate", *(["die"] if isolation else ["exit"])]
-    rows, _ = play(
-        qwen,
-        [[call("behave", how=how) + END, "So." + END] for how in ways],
-        **(
-            {"_component_": "hostile_environment.Hostile"}
-            if isolation
-            else {"objects": {None: Hostile}}
-        ),
-        isolation=isolation,
-        timeout=2.0,
-    )
-    ends = ["answered", "tool_failed", "answered", "context", "answered", "tool_failed"]
-    assert [talk.ended for talk in rows.completions] == ends
-    said = [talk.messages[1]["content"] for talk in rows.completions if talk.ended == "answered"]
-    assert said == ["fine", "{'error': 'as you wish <|im_end|>'}", "?\x00"]
-    if not isolation:
-        assert Hostile.closed >= 4  # all but the one that hangs
-
-
-def test_a_process_takes_the_methods_of_other_libraries(qwen):
-    """Gymnasium's `reset` takes no columns, and the parameter of its `step` is `action`."""
-    game = {"_component_": "hostile_environment.Gym", "form": "inline", "isolation": "process"}
-    row = {"prompt": "Guess: ", "seed": 7, "answer": "7"}
-    rows, scores = play(qwen, [["5", "7"]], rows=[row], chat=False, **game)
-    assert scores.of("Gym").tolist() == [1]
-    (talk,) = rows.completions
-    assert (talk.text, talk.ended) == ("5 low 7", "done")
 
 
 def test_an_evaluation_has_only_so_many_processes_at_once(tmp_path, monkeypatch):
@@ -599,8 +566,8 @@ def test_what_an_environment_lacks_is_said(environment, tools, said):
         ({"max_trns": 3}, "environment.max_trns=3: unknown key.*mean environment.max_turns"),
         ({"max_trns": 3, "isolation": "process"}, "environment.max_trns=3: unknown key"),
         ({"_component_": "no.such.Class"}, "environment._component_=no.such.Class: cannot be imp"),
-        ({"_component_": "hostile_environment.Hostile", "speed": 1}, "environment.speed=1: host"),
-        ({"_component_": "hostile_environment.Hostile", "max_turn": 1}, "environment.max_turns"),
+        ({"_component_": "hosted.Bad", "speed": 1}, "environment.speed=1: host"),
+        ({"_component_": "hosted.Bad", "max_turn": 1}, "environment.max_turns"),
     ],
 )
 def test_mistakes_in_the_node_are_said(keys, said):
