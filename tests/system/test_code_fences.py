@@ -1,9 +1,7 @@
 """Code rewards: real hostile programs in real sandboxes, and what is left of them afterwards."""
 
 import contextlib
-import ctypes
 import json
-import mmap
 import multiprocessing
 import os
 import shutil
@@ -529,29 +527,6 @@ def test_a_disk_that_others_fill_is_not_the_completions_fault(tmp_path, monkeypa
     finally:
         sandbox.close()
         subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_which_files_are_in_memory_tells_nothing(sandbox):
-    """A page of Python's library that was not in memory is, when a sandbox has started, or what a
-    completion reads is a copy in memory."""
-    path = Path(os.__file__).with_name("poplib.py")
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert resident(path) == 0
-    fresh = CodeSandbox(LIMITS, namespaces=sandbox.namespaces)
-    assert passes_again(fresh)
-    fresh.close()
-    assert resident(path) == 1
-
-
-def resident(path: Path) -> float:
-    """The share of a file's pages that are in memory."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
-        count = -(-len(data) // mmap.PAGESIZE)
-        pages = (ctypes.c_ubyte * count)()
-        at = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        syscalls.call_libc("mincore", ctypes.c_void_p(at), ctypes.c_size_t(len(data)), pages)
-        return sum(page & 1 for page in pages) / count
 
 
 def test_no_fence_at_all_is_refused():

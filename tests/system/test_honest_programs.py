@@ -33,74 +33,35 @@ FUNCTIONS = {
     "big numbers": ("def f(n):\n  return 7 ** n", "assert f(300) == 7 ** 300"),
     "floats": ("def f(x):\n  return x / 3", "assert abs(f(1.0) - 0.333333) < 1e-4"),
     "not a number": ("def f():\n  return float('nan')", "x = f()\nassert x != x"),
-    "complex": ("def f(z):\n  return z * 1j", "assert f(2 + 1j) == -1 + 2j"),
     "its name": ("def f(): return 1", "assert f.__name__ == 'f'"),
     "state of its own": ("def f():\n  f.count += 1\nf.count = 0", "f()\nassert f.count == 1"),
-    "its file": ("import os\nHERE = os.path.dirname(__file__)\ndef f(): return HERE", "assert "
-                 "f() == ''"),
     "type": ("def f(x, kind): return kind(x), type(x)", "assert f('2', int) == (2, str)"),
-    "large": ("def f(n): return [*range(n)]", "assert f(400_000)[-1] == 399_999"),
     "processes": ("from multiprocessing import Pool\ndef f(xs):\n  with Pool(2) as p:\n"
                   "    return p.map(str, xs)", "assert f([1]) == ['1']"),
     "commands": ("import subprocess\ndef f(): return subprocess.check_output('ls')", "assert f()"),
     "bytes": ("def f(b):\n  return b.hex().encode()", "assert f(b'\\x01z') == b'017a'"),
-    "bytearray": ("def f(b):\n  b[0] = 0\n  return b", "assert f(bytearray(b'ab')) == b'\\0b'"),
-    "nothing": ("def f(x):\n  pass", "assert f(1) is None"),
-    "booleans": ("def f(x):\n  return x > 1", "assert f(2) is True and f(1) is False"),
     "keyword": ("def f(a, *, b=2, **c):\n  return a, b, c", "assert f(1, b=3, d=4) == "
                 "(1, 3, {'d': 4})"),
     "deep recursion": ("import sys\nsys.setrecursionlimit(20_000)\ndef f(n):\n"
                        "  return n and 1 + f(n - 1)", "assert f(5000) == 5000"),
-    "global state": ("count = 0\ndef f():\n  global count\n  count += 1\n  return count",
-                     "assert [f(), f()] == [1, 2]"),
-    "in place": ("def f(xs):\n  xs[:] = sorted(xs)", "x = [2, 1]\nf(x)\nassert x == [1, 2]"),
     "in place, nested": ("def f(m):\n  m[0][0] = 9", "x = [[1]]\nf(x)\nassert x == [[9]]"),
-    "prints": ("def f(x):\n  print('got', x)\n  return x", "assert f(1) == 1"),
     "printed text is tested": ("def f():\n  print(1, 2, sep='-')", "import io, contextlib\n"
                                "o = io.StringIO()\nwith contextlib.redirect_stdout(o): f()\n"
                                "assert o.getvalue() == '1-2\\n'"),
     "raises": ("def f(x):\n  raise ValueError(f'bad {x}')", "try: f(1)\nexcept ValueError as e:\n"
                "  assert str(e) == 'bad 1'\nelse: assert 0"),
-    "raises its own": ("class Bad(KeyError): pass\ndef f():\n  raise Bad('k')",
-                       "try: f()\nexcept KeyError: pass\nelse: assert 0"),
     "generator": ("def f(n):\n  yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
-    "endless generator": ("def f():\n  n = 0\n  while True:\n    yield n\n    n += 1",
-                          "from itertools import islice\nassert [*islice(f(), 3)] == [0, 1, 2]"),
-    "generator, sent to": ("def f():\n  x = yield 1\n  yield x + 1",
-                           "g = f()\nnext(g)\nassert g.send(4) == 5"),
-    "views": ("def f(d):\n  return d.keys()", "assert sorted(f({'b': 1, 'a': 2})) == ['a', 'b']"),
-    "range": ("def f(n):\n  return range(n)", "assert list(f(2)) == [0, 1] and f(2) == range(2)"),
     "closure": ("def f(n):\n  return lambda x: x + n", "assert f(2)(3) == 5"),
-    "counter closure": ("def f():\n  n = 0\n  def g():\n    nonlocal n\n    n += 1\n    return n\n"
-                        "  return g", "c = f()\nassert (c(), c()) == (1, 2) and f()() == 1"),
-    "list of functions": ("def f():\n  return [lambda x: x + 1, abs]", "inc, a = f()\n"
-                          "assert inc(1) == 2 and a(-3) == 3"),
     "namedtuple": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f():\n"
                    "  return P(1, 2)", "p = f()\nassert p == (1, 2) and p.y == 2"),
-    "typed namedtuple": ("from typing import NamedTuple\nclass P(NamedTuple):\n  x: int = 1\n"
-                         "def f(): return [P()]", "assert f()[0].x == 1"),
     "dataclass": ("from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\ndef f():\n"
                   "  return P(4)", "assert f().x == 4 and 'x=4' in repr(f())"),
-    "int enum": ("from enum import IntEnum\nclass C(IntEnum):\n  R = 2\ndef f(): return C.R",
-                 "assert f() == 2"),
     "Counter": ("from collections import Counter\ndef f(s): return Counter(s)",
                 "c = f('aab')\nassert c == {'a': 2, 'b': 1} and c.most_common(1) == [('a', 2)]"),
-    "defaultdict": ("from collections import defaultdict\ndef f():\n  d = defaultdict(list)\n"
-                    "  d[1].append(2)\n  return d", "assert f() == {1: [2]}"),
-    "OrderedDict": ("from collections import OrderedDict\ndef f(): return OrderedDict(b=1, a=2)",
-                    "assert list(f()) == ['b', 'a']"),
-    "deque": ("from collections import deque\ndef f(): return deque([1, 2], 3)",
-              "from collections import deque\nassert f() == deque([1, 2])"),
     "Fraction": ("from fractions import Fraction\ndef f(): return Fraction(1, 3)",
                  "from fractions import Fraction\nassert f() == Fraction(2, 6)"),
-    "Decimal": ("from decimal import Decimal\ndef f(x): return Decimal(x) * 3",
-                "from decimal import Decimal\nassert f('0.1') == Decimal('0.3')"),
     "date": ("from datetime import date, timedelta\ndef f(d): return d + timedelta(days=1)",
              "from datetime import date\nassert f(date(2024, 2, 28)) == date(2024, 2, 29)"),
-    "datetime": ("from datetime import datetime\ndef f(s): return datetime.strptime(s, '%Y-%m')",
-                 "assert f('2024-05').month == 5"),
-    "timedelta": ("from datetime import timedelta\ndef f(n): return timedelta(hours=n)",
-                  "assert f(2).total_seconds() == 7200"),
     "match object": ("import re\ndef f(s): return re.match('(a+)', s)",
                      "assert f('aab').group(1) == 'aa' and f('b') is None"),
     "files": ("import os, tempfile\ndef f(s):\n  with tempfile.NamedTemporaryFile('w+') as t:\n"
@@ -114,15 +75,10 @@ FUNCTIONS = {
     "async": ("async def f(x): return x + 1", "import asyncio\nassert asyncio.run(f(1)) == 2"),
     "numpy": ("import numpy as np\ndef f(xs): return np.cumsum(xs)",
               "assert list(f([1, 2])) == [1, 3]"),
-    "a short sleep": ("import time\ndef f():\n  time.sleep(0.05)\n  return 1", "assert f() == 1"),
-    "a main part": ("def f(): return 1\nif __name__ == '__main__': print(f())", "assert f() == 1"),
-    "prints when loaded": ("def f(x): return x\nprint(f(2))", "assert f(1) == 1"),
     "function as argument": ("def f(g, x): return g(x)", "assert f(lambda x: x + 1, 1) == 2"),
     "class": ("class Stack:\n  def __init__(self): self.xs = []\n  def push(self, x): "
               "self.xs.append(x)\n  def pop(self): return self.xs.pop()",
               "s = Stack()\ns.push(1)\ns.push([2])\nassert s.pop() == [2] and s.xs == [1]"),
-    "class, subclass of list": ("class Bag(list):\n  def total(self): return sum(self)",
-                                "assert Bag([1, 2]).total() == 3"),
     "class methods": ("class Temp:\n  def __init__(self, c): self.c = c\n  @classmethod\n"
                       "  def zero(cls): return cls(0)\n  @staticmethod\n  def k(c): return c + 273"
                       "\n  @property\n  def f(self): return self.c * 9 / 5 + 32",
@@ -135,9 +91,6 @@ FUNCTIONS = {
                                  "  def __str__(self): return 'grid'",
                                  "g = Grid()\ng[1, 2] = 3\nassert len(g) == 1 and g[1, 2] == 3 and "
                                  "[*g] == [(1, 2)] and f'{g}' == 'grid'"),
-    "class, fluent": ("class Query:\n  def __init__(self): self.parts = []\n"
-                      "  def where(self, p): self.parts.append(p); return self",
-                      "assert Query().where('a').where('b').parts == ['a', 'b']"),
     "class, equality": ("class Point:\n  def __init__(self, x): self.x = x\n"
                         "  def __eq__(self, o): return self.x == o.x",
                         "assert Point(1) == Point(1)"),
@@ -157,8 +110,6 @@ FUNCTIONS = {
     "linked list": ("def f(head):\n  last = None\n  while head:\n"
                     "    head.next, last, head = last, head, head.next\n  return last",
                     "assert values_of(f(linked([1, 2, 3]))) == [3, 2, 1]"),
-    "linked list that it makes": ("def f(xs):\n  return ListNode(xs[0], ListNode(xs[1]))",
-                                  "assert values_of(f([1, 2])) == [1, 2]"),
     "method": ("class Solution:\n  def add(self, a, b): return a + b",
                "def check(candidate): assert candidate(a=1, b=2) == 3"),
 }  # fmt: skip

@@ -23,7 +23,9 @@ from torchtune_grpo.training.logprobs import importance_weights
 
 ROWS, WIDTH, LIMIT = 6, 7, 8  # wider than the longest row
 LENGTHS = [3, 5, 1, 0, 4, 2]
-MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
+# With holes: what is trained on may stand anywhere in a row.
+PLACES = torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(2)).argsort(dim=1)
+MASK = PLACES < torch.tensor(LENGTHS)[:, None]
 # In any order, and any number of rows of each; nothing of prompt 4 is trained on.
 PROMPTS = torch.tensor([7, 7, 2, 4, 2, 7])
 TOTALS = dict(num_rows=ROWS, num_tokens=sum(LENGTHS), max_generated_tokens=LIMIT)
@@ -237,7 +239,8 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for i, length in enumerate(LENGTHS):
         a = batch["advantages"][i]
-        new, old, ref = (batch[k][i, :length] for k in ("logprobs", "old_logprobs", "ref_logprobs"))
+        keys = ("logprobs", "old_logprobs", "ref_logprobs", "corrections", "entropy")
+        new, old, ref, corrections, entropy = (batch[key][i][MASK[i]] for key in keys)
         for t in range(length):
             whole = loss.importance_sampling_level == "sequence"
             r = torch.exp((new - old).mean() if whole else new[t] - old[t])
@@ -252,8 +255,8 @@ def loop_loss(batch: dict[str, torch.Tensor], loss: GRPOLoss) -> torch.Tensor:
                     policy = torch.max(policy, loss.dual_clip * a)
             d = ref[t] - new[t]
             kl = {"k1": -d, "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}[loss.kl_estimator]
-            token = -policy * batch["corrections"][i, t] + loss.kl_coeff * kl
-            token = token - loss.entropy_coeff * batch["entropy"][i, t]
+            token = -policy * corrections[t] + loss.kl_coeff * kl
+            token = token - loss.entropy_coeff * entropy[t]
             share = {
                 "grpo": 1 / (ROWS * length),
                 "dapo": 1 / sum(LENGTHS),

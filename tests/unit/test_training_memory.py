@@ -1,11 +1,10 @@
 """Memory that autograd keeps for a packed group, estimates of it, and what they decide."""
 
-import memory_estimate
 import pytest
 import torch
 from common import random_prompts, request_of
 from fake_cuda import CUDA, fake_cuda
-from policies import LORA, build_policy, loaded_policy
+from policies import LORA, build_policy
 from torch import nn
 from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
@@ -20,7 +19,6 @@ from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.run import Run
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.memory import choose_passes, pass_bytes
-from torchtune_grpo.training.mini_batches import cut
 from torchtune_grpo.training.packing import packed_layout
 
 CPU = torch.device("cpu")
@@ -72,32 +70,6 @@ def test_kept_of_a_layer(dim, hidden):
 def test_no_mask_is_kept_and_nothing_of_the_vocabularys_size():
     sizes, width, _ = kept_numbers(dim=64, hidden=96, layers=3, vocab=5000)
     assert max(sizes) == width * 96  # a mask would have 396 * 396 numbers, the logits 300 * 5000
-
-
-@pytest.mark.parametrize("rows", [4, 8])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_tensors_without_memory_are_counted_like_real_ones(tmp_path, rows, recompute):
-    """Of the update as benchmarks/memory_estimate.py runs it; with 4 of 8 rows it is the second."""
-    node = load_config("hf_lora_grpo")
-    node.model_dir = str(memory_estimate.shape_folder(tmp_path, "shape-tiny"))
-    node.merge_with(
-        {"batch_size": 2, "grpo_samples": 4, "max_generated_tokens": 40, "forward_batch_size": rows}
-    )
-    node.enable_activation_checkpointing = recompute
-    node.dataset.max_prompt_tokens = 64
-    cfg = read_config(node)
-    estimated, _ = memory_estimate.update_bytes(cfg, device=CPU)
-
-    model = loaded_policy(cfg, memory_estimate.random_weights(cfg)).train()
-    memory_estimate.checkpoint_layers(model, cfg)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    parts = cut(memory_estimate.longest_rows(cfg), cfg)
-    for part in parts:
-        with memory_estimate.LiveBytes(model) as live:
-            logprobs, entropy = memory_estimate.log_probs(model, part, cfg)
-            (logprobs + entropy).sum().backward()
-    gradients = 0 if len(parts) > 1 else sum(p.numel() * p.itemsize for p in trained)
-    assert live.peak - gradients == pytest.approx(estimated, rel=0.02)
 
 
 AUTO = {"forward_batch_size": "auto", "enable_activation_checkpointing": "auto"}

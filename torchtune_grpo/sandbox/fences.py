@@ -85,8 +85,6 @@ class Fences:
         readable = [*library, *imported]
         # A folder in memory is mounted there, which would hide what lies below.
         self._folder = "/var/tmp" if any(path.startswith("/tmp/") for path in readable) else "/tmp"
-        for _ in _files_at(imported if namespaces else readable):  # it says why
-            pass
         if namespaces:
             _hide_files(library, imported, self._folder)
         else:
@@ -189,8 +187,7 @@ def _load_shared_libraries() -> None:
 
 
 def _files_at(paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Read all files at and below some paths, so that all are in the page cache, which would
-    otherwise show which ones a completion has read."""
+    """Read all files at and below some paths."""
     for path in map(Path, paths):
         for file in [path, *path.rglob("*")]:
             with contextlib.suppress(OSError):  # a folder, or a link to nowhere
