@@ -1,14 +1,18 @@
-"""Tool calls in the models' own forms; the chat template shows which form a model has."""
+"""Tool calls in the models' own forms; the chat template shows which form a model has.
+
+Arguments get the types of their tool's JSON schema: models often write 7 as a text.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
-from torchtune_grpo.environments.arguments import typed_argument
 from torchtune_grpo.trajectory import message
 
 # The text of a turn, and the names of the tools -> the text around its calls, and the calls as JSON
@@ -116,8 +120,50 @@ def _checked(call: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
         function = {"name": str(name or "unknown"), "arguments": arguments}
         return {"type": "function", "function": function, "error": MALFORMED}
     known = schemas.get(name, {}).get("properties", {})
-    typed = {key: typed_argument(value, known.get(key)) for key, value in arguments.items()}
+    typed = {key: _typed(value, known.get(key)) for key, value in arguments.items()}
     return {"type": "function", "function": {"name": name, "arguments": typed}}
+
+
+def _typed(value: Any, schema: Any) -> Any:
+    """Read a text as the first type of its schema that it can be, as TRL 1.16 does; or keep it."""
+    for kind in _kinds(schema) if isinstance(value, str) else ():
+        with suppress(ValueError, RecursionError):
+            return _read(value, kind)
+    return value
+
+
+def _kinds(schema: Any) -> Iterator[str]:
+    """List the types that a schema allows."""
+    if isinstance(schema, Mapping):
+        kinds = schema.get("type", ())
+        yield from [kinds] if isinstance(kinds, str) else kinds
+        for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+            yield from _kinds(choice)
+        if schema.get("nullable"):
+            yield "null"
+
+
+def _read(text: str, kind: str) -> Any:
+    """Return the value of this type that a text states; raises a ValueError if it states none."""
+    word = text.strip()
+    match kind:
+        case "integer" | "number":
+            with suppress(ValueError):
+                return int(word)
+            number = float(word)
+            if number.is_integer() and (kind == "integer" or "." not in word):
+                return int(number)
+            if kind == "number" and math.isfinite(number):
+                return number
+        case "boolean" if word.lower() in ("true", "1", "false", "0"):
+            return word.lower() in ("true", "1")
+        case "null" if word in ("null", "None"):
+            return None
+        case "object" | "array":
+            value = json.loads(word)
+            if isinstance(value, dict if kind == "object" else list):
+                return value
+    raise ValueError(f"not of type {kind}")
 
 
 def find_parser(template_text: Callable[[Sequence[Mapping[str, Any]]], str]) -> Parser:

@@ -56,13 +56,10 @@ def text_of(value: Any) -> str:
 
     That is how Python writes it, as in TRL, except for a list of parts as chat templates know them.
     """
-    if isinstance(value, list) and value and all(map(_is_part, value)):
+    is_list = isinstance(value, list) and bool(value)
+    if is_list and all(isinstance(each, Mapping) and each.get("type") in _PARTS for each in value):
         texts = [part.get("text") for part in value]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a part of it is not text, and only text models are trained")
         value = "".join(map(str, texts))
     return str(value).encode(errors="replace").decode()
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.get("type") in _PARTS

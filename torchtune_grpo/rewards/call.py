@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
+import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -56,8 +56,7 @@ class Batch:
         step = -1 if self.trainer_state is None else self.trainer_state.global_step
         said = [*map(str, self.prompts), *map(str, self.completions)]
         key = "\0".join([f"{self.seed} {step}", *said])
-        digest = hashlib.blake2b(key.encode(errors="replace"), digest_size=8)
-        return int.from_bytes(digest.digest(), "big")
+        return random.Random(key.encode(errors="replace")).getrandbits(63)
 
     def arguments(self, reward: Reward, outcome: Outcome) -> dict[str, Any]:
         """Copy the arguments, so that a reward may modify all that it gets."""
