@@ -69,11 +69,12 @@ def patches(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def wide_functions(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the functions with more parameters than six, apart from ``self``, ``ctx`` and ``**others``."""
+    """Yield the functions with more parameters than six, apart from ``self`` and autograd's."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            if len([each for each in given if each.arg not in ("self", "cls", "ctx")]) > MOST_PARAMETERS:
+            names = {each.arg for each in given} - {"self", "cls", "ctx"}
+            if len(names) > MOST_PARAMETERS:
                 yield node
 
 

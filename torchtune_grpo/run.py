@@ -120,7 +120,7 @@ class Run:
         return RewardSet.from_config(
             [*self.cfg.rewards, *environment_rewards(self.environment_kinds)],
             self._objects,
-            deciding=self.cfg.evaluation.reward,
+            deciding=self.cfg.deciding_reward,
             max_failure_share=self.cfg.max_reward_failure_share,
             seed=self.cfg.seed,
         )

@@ -62,7 +62,7 @@ word: rollout.engine rollout.engine.merge_adapters rollout.engine.cuda_graphs
 word: checkpointer.model_type
 word: loss.importance_sampling_level loss.surrogate loss.kl_estimator loss.aggregation
 word: dataset.prompt_column
-word?: evaluation.reward objective.sampling_correction
+word?: deciding_reward objective.sampling_correction
 text?: dataset.prefill dataset.system_prompt
 path: output_dir checkpointer.checkpoint_dir tokenizer.path dataset.split dataset.source
 path?: adapter_dir

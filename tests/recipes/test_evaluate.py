@@ -40,7 +40,7 @@ DATA = "{_component_: torchtune_grpo.data.RLDataset, source: rows.jsonl"
 QUICK = """
 num_steps=7 optimizer.lr=5e-3 grpo_samples=2 forward_batch_size=null
 max_generated_tokens=6 output_dir=out saving.every_n_steps=1 saving.keep_last=1
-evaluation.samples=0 evaluation.every_n_steps=1 evaluation.patience=2 evaluation.reward=planned
+evaluation.samples=0 evaluation.every_n_steps=1 evaluation.patience=2 deciding_reward=planned
 evaluation.keep_best=eval/accuracy ~dataset ~eval_dataset
 """.split()
 QUICK += [f"dataset={DATA}}}", f"eval_dataset={DATA}, num_samples: 4}}"]
@@ -176,7 +176,7 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
     What is sampled behind it makes the last number, which is counted here anew.
     """
     arguments = [
-        *("--base", "--samples", "4", "--by", "level", "evaluation.reward=null"),
+        *("--base", "--samples", "4", "--by", "level", "deciding_reward=null"),
         "eval_dataset.num_samples=8",
         "eval_dataset.prefill='<think>.</think><answer>7</answer>'",
         "evaluation.sampling.temperature=9",  # or nothing is written behind it

@@ -45,7 +45,8 @@ rewards:
     only: {dataset: talks}
     format: text
     isolation: process
-evaluation: {samples: 0, reward: right, every_n_steps: null}
+deciding_reward: right
+evaluation: {samples: 0, every_n_steps: null}
 num_steps: 3
 batch_size: 4
 grpo_samples: 2

@@ -74,7 +74,7 @@ def test_what_is_wrong_with_a_run(tmp_path, key, code, said, change):
         "def solved(completions, **c): return [1.0] * len(completions)\n"
         "def loud(completions, **c): return [99.0 * len(text) for text in completions]\n"
     )
-    done, found = plan(tmp_path, *key.split(), "evaluation.reward=correctness")
+    done, found = plan(tmp_path, *key.split(), "deciding_reward=correctness")
     assert done.code == code and said in done.out, done.out + done.err
     assert change is None or found["changes"] == [change]
 

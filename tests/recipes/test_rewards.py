@@ -178,7 +178,7 @@ def test_a_shaping_reward_trains_only_where_outcomes_differ(tmp_path, gate):
     """
     (tmp_path / "my_rewards.py").write_text(GATED)
     rewards = "{_component_: my_rewards.length, weight: 0.1}, {_component_: my_rewards.right}"
-    keys = [f"rewards=[{rewards}]", "evaluation.reward=right", "log_groups=9"]
+    keys = [f"rewards=[{rewards}]", "deciding_reward=right", "log_groups=9"]
     keys += [f"objective.outcome_gate={gate}"] * (gate is not None)
     keys += [*NO_EVALUATION, "batch_size=2", "grpo_samples=4"]
     done = run_tiny(CONFIG, tmp_path, *keys)

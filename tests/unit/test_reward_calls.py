@@ -55,6 +55,10 @@ def returns(value):
     return reward
 
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
 class Bonus:
     """A reward with state."""
 
@@ -192,6 +196,10 @@ def test_keyword_arguments_are_bound():
         ([{**ISOLATED, "fromat": "chat"}], r"fromat='chat': .*Did you mean format\?"),
         ([{"_component_": FORMAT, "timeout": 3}], "no such argument. It goes with isolation: proc"),
         ([{"_component_": f"{__name__}.Bonus"}], r"rewards\[0\]: could not construct .*'value'"),
+        (
+            [{"_component_": f"{__name__}.compute_score"}],  # verl's
+            r"missing a required argument: 'data_source'. A reward is f\(prompts, completions, ",
+        ),
     ],
 )
 def test_configs_that_are_refused(cfg, message):
@@ -533,5 +541,5 @@ def test_which_reward_decides():
     assert decided(watched, own, deciding="watched") == ("watched", "accuracy", "watched")
     assert decided(watched, own) == ("watched", "accuracy", None)  # it is only logged
     assert decided(own, Reward("other", length)) == ("length", "length", None)
-    with pytest.raises(ValueError, match="evaluation.reward=lenght: no reward of this name"):
+    with pytest.raises(ValueError, match="deciding_reward=lenght: no reward of this name"):
         RewardSet([own], deciding="lenght")

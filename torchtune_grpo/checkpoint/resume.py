@@ -68,7 +68,8 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     values["batch_size * ranks"] = cfg.batch_size * world_size()
     values["versions"] = versions()
     if isinstance(parts := cfg.dataset.get("datasets"), Mapping):
-        values["dataset"]["datasets in order"] = ", ".join(map(str, parts))
+        order = {"datasets in order": ", ".join(map(str, parts))}
+        values["dataset"] = {**cfg.dataset, **order}
     result: dict[str, Any] = {}
     for key, value in flat(values).items():
         if value is not None:

@@ -205,9 +205,6 @@ class EvaluationConfig(Keys):
     """Evaluate every n steps; null = at the start and at the end."""
     samples: Count = 0
     """Also sample n responses a prompt, for pass@1; 0 = greedy only."""
-    reward: str | None = None
-    """Reward that decides accuracy; null = the first one known to tell right from wrong, or else
-    the first of all."""
     sampling: dict[str, Any] = {}
     """Changes to training's sampling, such as `{temperature: 0.6, top_p: null}`; {} = none."""
     keep_best: str | None = Field(default=None, pattern="^eval/")
@@ -310,6 +307,10 @@ class GRPOConfig(Keys):
     rewards: list[Component] = []
     """List of components with `name`, `weight` and arguments; see docs/rewards.md. An environment
     may have a reward of its own."""
+    deciding_reward: str | None = None
+    """Name of the reward that says which answers are right: for accuracy, `objective.outcome_gate`,
+    dynamic sampling and samplers; null = the first that declares to, of those that train if any
+    does, or else the first of all."""
     max_reward_failure_share: Share = 0.25
     """Stop if a reward fails on more than this share of a step's completions."""
     loss: Component

@@ -195,7 +195,7 @@ class Evaluator:
         if evaluation.record.get("eval/none") == 1:
             raise ValueError(
                 f"eval_dataset: {name} applies to no answer; name another reward in "
-                "evaluation.reward, or give other prompts."
+                "deciding_reward, or give other prompts."
             )
         return evaluation
 

@@ -229,7 +229,7 @@ class Comparison:
             )
         if title_of("accuracy", self.after) != "accuracy":
             found.append(
-                "No reward is known to tell right from wrong; evaluation.reward names one."
+                "No reward is known to tell right from wrong; deciding_reward names one."
             )
         if self.tone == "bad":
             found.append("Training made the model worse: take an earlier checkpoint.")

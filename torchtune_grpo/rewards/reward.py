@@ -200,7 +200,8 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
             # Only the workers make an object that is for them.
             function = component if is_class and own.isolation else component(**arguments)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{key}: could not construct {path}: {error}") from error
+            wanted = "" if is_class else " A reward is f(prompts, completions, **columns)."
+            raise ValueError(f"{key}: could not construct {path}: {error}.{wanted}") from error
     workers = None
     if isinstance(own, _IsolatedKeys):
         make = partial(FunctionWorker, path, arguments, makes=makes, timeout=own.timeout)

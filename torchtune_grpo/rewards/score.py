@@ -128,7 +128,7 @@ class RewardSet:
             reward.check(f"rewards[{index}]")
         if deciding is not None and deciding not in self.names:
             raise ValueError(
-                f"evaluation.reward={deciding}: no reward of this name; rewards has "
+                f"deciding_reward={deciding}: no reward of this name; rewards has "
                 f"{', '.join(self.names)}."
             )
         _check_shaping(self.rewards)
@@ -186,7 +186,7 @@ class RewardSet:
         if wanted and not decides:
             raise ValueError(
                 "objective.outcome_gate=True: no reward is known to decide; name it in "
-                "evaluation.reward."
+                "deciding_reward."
             )
         if wanted is False or not decides or not others:
             return None
