@@ -228,9 +228,7 @@ class Comparison:
                 "or more. Train longer, or evaluate on more problems (eval_dataset)."
             )
         if title_of("accuracy", self.after) != "accuracy":
-            found.append(
-                "No reward is known to tell right from wrong; deciding_reward names one."
-            )
+            found.append("No reward is known to tell right from wrong; deciding_reward names one.")
         if self.tone == "bad":
             found.append("Training made the model worse: take an earlier checkpoint.")
         return found
