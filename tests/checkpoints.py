@@ -97,6 +97,7 @@ def saving_config(checkpointer: dict[str, Any], folder: Path, **saving: Any) -> 
         output_dir=str(folder),
         adapter_dir=None,
         batch_size=1,
+        dataset={},
         objective=ObjectiveConfig(),
         saving=SavingConfig(**saving),
         model_dump=lambda: {"dtype": "fp32"},
