@@ -16,9 +16,9 @@ from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.sandbox.remote import ObjectServer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kind:
-    """A kind of environment: how sessions with it are made, and what the policy may do.
+    """A kind of environment: what the policy may do, and the sessions with it.
 
     ``server`` forks the processes in which its sessions live; None: they live in threads.
     """
@@ -29,9 +29,9 @@ class Kind:
     timeout: float
     has_reward: bool = False  # get_reward
     server: ObjectServer | None = None
-    idle: list[Session] = field(default_factory=list)
-    _open: list[Session] = field(default_factory=list)
-    _made: list[int] = field(default_factory=lambda: [0])
+    idle: list[Session] = field(default_factory=list, init=False)
+    _open: list[Session] = field(default_factory=list, init=False)
+    _num_made: int = field(default=0, init=False)
 
     @property
     def adds_rewards(self) -> bool:
@@ -42,8 +42,8 @@ class Kind:
         """Take a session that is not in use, or make a new one."""
         if self.idle:
             return self.idle.pop()
-        self._made[0] += 1
-        seed = self._made[0] * world_size() + rank()  # of what its constructor draws
+        self._num_made += 1
+        seed = self._num_made * world_size() + rank()  # of what its constructor draws
         host: Host = ThreadHost(self.recipe, seed=seed, timeout=self.timeout)
         if self.server is not None:
             host = ProcessHost(self.server, self.recipe, seed=seed, timeout=self.timeout)
