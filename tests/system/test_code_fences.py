@@ -204,6 +204,20 @@ def test_calls_that_reach_out_or_last_are_refused(sandbox):
     assert verdict.passed, verdict
 
 
+def test_the_tests_of_a_data_set_are_fenced_in_as_well(sandbox):
+    """A model may have written them, too. They can send signals to the completion alone."""
+    owner = os.getpid()
+    test = f"""{REFUSED.replace("solve", "attempted")}
+for victim in (parent, {owner}, here, 0, -1):
+    attempts[f"kill {{victim}}"] = lambda v=victim: os.kill(v, 0)
+for path in ({str(Path(__file__))!r}, "/etc/passwd", "/proc/{owner}/environ", "/proc/self/maps"):
+    attempts[path] = lambda p=path: open(p).read()
+assert solve(1) == 1 and attempted(0) == [], attempted(0)
+"""
+    verdict = judge(sandbox, "def solve(n): return n", test=test)
+    assert verdict.passed, verdict
+
+
 def test_process_ids_tell_nothing_of_other_programs(sandbox):
     """Or the log says that they do."""
     number = "import os\nraise ValueError(os.getpid())"

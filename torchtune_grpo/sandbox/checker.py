@@ -68,6 +68,7 @@ def run_checker(judge: socket.socket, *, fences: Fences) -> None:
     if "fault" in begins:
         wire.send(judge, begins)
         return
+    fences.confine_test(candidate)
     exam = Exam(**task["exam"])
     verdict = _examine(exam, _CandidateProcess(calls, exam))
     # It is stopped, so that all that it has used can still be read.

@@ -115,6 +115,16 @@ class Fences:
             syscalls.call_libc("unshare", syscalls.CLONE_NEWPID)
         return os.fork()
 
+    def confine_test(self, candidate: int) -> None:
+        """Cut this process, which runs a test, off from files and calls as a completion is.
+
+        It remains the owner's user, and can send signals to the candidate alone.
+        """
+        if not self._namespaces:
+            syscalls.restrict_with_landlock(self._landlock, writable="/dev/null", signals=True)
+        if self._filter:
+            restrict_calls(signals_to=candidate)
+
     def leave_machine(self, folder: str, *, megabytes: int) -> int | None:
         """Cut this process off from all files but the library and a folder, of limited size; in
         namespaces it is in memory, else it is ``folder``.

@@ -86,6 +86,7 @@ _CONDITIONS: dict[str, list[tuple[int, int, list[int]]]] = {
     "clock_nanosleep 230 115": [(0, _ALL_BITS, [*range(12)])],
     "timer_create 222 107": [(0, _ALL_BITS, [*range(12)])],
 }
+_SIGNALS = ("kill 62 129", "tkill 200 130", "tgkill 234 131")  # also in the list above
 # The error where a condition is not met, if not EPERM. With any other error from futex, libc would
 # abort when it joins a thread.
 _REFUSALS = {"futex": errno.EAGAIN, "fcntl": 0}
@@ -110,22 +111,24 @@ def can_filter() -> bool:
     return platform.machine() in _ARCHITECTURES and ctypes.get_errno() == errno.EFAULT
 
 
-def restrict_calls() -> None:
-    """Deny this process and its children all system calls but those listed, for good."""
-    program = _program(*_ARCHITECTURES[platform.machine()])
+def restrict_calls(*, signals_to: int | None = None) -> None:
+    """Deny this process and its children all system calls but those listed, for good; signals to
+    other processes, too, if one is named."""
+    program = _program(*_ARCHITECTURES[platform.machine()], signals_to)
     arguments = ctypes.byref(_Program(len(program) // 8, program))
     syscalls.call_libc("prctl", _PR_SET_SECCOMP, _MODE_FILTER, arguments, 0, 0)
 
 
 @cache
-def _program(column: int, architecture: int) -> bytes:
+def _program(column: int, architecture: int, signals_to: int | None = None) -> bytes:
     def number(call: str) -> int | None:
         text = call.split()[1 + column]
         return None if text == "-" else int(text)
 
     code = [_step(_LOAD, _ARCHITECTURE), _step(_JUMP_EQUAL, architecture, 1, 0)]
     code += [_step(_RETURN, _ERROR | errno.ENOSYS), _step(_LOAD, _NUMBER)]
-    for call, conditions in _CONDITIONS.items():
+    for_signals = dict.fromkeys(_SIGNALS, [(0, _ALL_BITS, [signals_to])]) if signals_to else {}
+    for call, conditions in {**_CONDITIONS, **for_signals}.items():
         refusal = _REFUSALS.get(call.split()[0], errno.EPERM)
         checks = [step for condition in conditions for step in _check(*condition, refusal)]
         code.append(_step(_JUMP_EQUAL, number(call) or 0, 0, len(checks) + 1))

@@ -112,18 +112,20 @@ def open_for_landlock(path: str, rights: int) -> tuple[int, int]:
     return os.open(path, os.O_PATH | os.O_CLOEXEC), rights
 
 
-def restrict_with_landlock(paths: list[tuple[int, int]], *, writable: str) -> None:
+def restrict_with_landlock(
+    paths: list[tuple[int, int]], *, writable: str, signals: bool = False
+) -> None:
     """Give up, for children too, all files but the opened ``paths`` and those in ``writable``.
 
-    It also gives up TCP (version 4) and signals to processes outside (version 6). Without Landlock
-    it does nothing.
+    It also gives up TCP (version 4) and, without ``signals``, signals to processes outside
+    (version 6). Without Landlock it does nothing.
     """
     version = landlock_version()
     if not version:
         return
     rights = (1 << _COUNT_OF_RIGHTS[min(version, 5)]) - 1
     # Fields of landlock_ruleset_attr; older versions know fewer, and the others have to be zero.
-    fields = (rights, _TCP_RIGHTS * (version >= 4), _SCOPES * (version >= 6))
+    fields = (rights, _TCP_RIGHTS * (version >= 4), _SCOPES * (version >= 6 and not signals))
     ruleset = struct.pack("QQQ", *fields)
     fd = call_libc("syscall", _CREATE_RULESET, ruleset, len(ruleset), 0)
     for path, allowed in [*paths, open_for_landlock(writable, _PLAIN_FILES)]:
