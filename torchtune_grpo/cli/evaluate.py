@@ -26,15 +26,8 @@ from torchtune_grpo.cli.commands import add_run, run_config
 from torchtune_grpo.config.text import to_json, visible
 from torchtune_grpo.evaluation.evaluator import Evaluation, compare_policies, comparison_tables
 from torchtune_grpo.machine import parallel
-from torchtune_grpo.rewards import (
-    Reward,
-    TrainerState,
-    last_number_reward,
-    math_correctness_reward,
-)
+from torchtune_grpo.rewards import TrainerState
 from torchtune_grpo.run import Run
-
-LENIENT = "last_number"  # the grader beside math_correctness_reward
 
 
 def main() -> None:
@@ -90,7 +83,6 @@ def evaluate(
     """
     run.prepare_model()
     cfg, weights = run.cfg, _weights(run, base=base, checkpoint=checkpoint)
-    _add_lenient_grader(run)
     dataset, evaluator = run.eval_dataset, run.evaluator
     assert dataset is not None and evaluator is not None
     columns = dataset[0]["columns"]
@@ -102,13 +94,12 @@ def evaluate(
         state = TrainerState(global_step=step, max_steps=cfg.num_steps)
         found[who] = evaluator(run.load_engine(folder), state=state)
     answered = {who: each.answered for who, each in found.items()}
-    graders = [n for n in run.rewards.names if n in (found["before"].reward, LENIENT)]
     return {
         "weights": {who: str(at or cfg.checkpointer.checkpoint_dir) for who, at in weights.items()},
         "dataset": OmegaConf.to_container(cfg.eval_dataset),
         "samples": cfg.evaluation.samples,
         "temperature": cfg.eval_sampling_params.temperature,
-        "groups": compare_policies(found, graders, by=by),
+        "groups": compare_policies(found, by=by),
         "answers": {who: [asdict(each) for each in prompts] for who, prompts in answered.items()},
     }
 
@@ -130,14 +121,6 @@ def _weights(run: Run, *, base: bool, checkpoint: str | None) -> dict[str, Path 
             f"--checkpoint={checkpoint}: is not in {folder.parent}, which has {there}."
         )
     return before | {"after": folder.with_name(folder.resolve().name)}  # `best` is a link
-
-
-def _add_lenient_grader(run: Run) -> None:
-    """Add the lenient grader, with weight 0, where the deciding reward reads answer tags."""
-    rewards, decider = run.rewards, run.rewards.decider.reward
-    is_plain = decider.function is math_correctness_reward and not decider.only
-    if is_plain and LENIENT not in rewards.names:
-        rewards.rewards.append(Reward(LENIENT, last_number_reward, weight=0.0))
 
 
 def shown(report: Mapping[str, Any], number: int) -> list[str]:

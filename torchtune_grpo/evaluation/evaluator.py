@@ -100,13 +100,12 @@ class Evaluation:
         return found
 
 
-def compare_policies(
-    found: Mapping[str, Evaluation], graders: Sequence[str], *, by: str | None
-) -> dict[str, Any]:
-    """Compare evaluations ``before`` and perhaps ``after`` training, by grader and prompt group.
+def compare_policies(found: Mapping[str, Evaluation], *, by: str | None) -> dict[str, Any]:
+    """Compare evaluations ``before`` and perhaps ``after`` training, by prompt group.
 
     The groups are all prompts, and those with the same value in the column ``by``. Each holds its
-    number of ``prompts`` and, for each grader, the record of each evaluation and the ``change``.
+    number of ``prompts`` and, by the deciding reward's name, the record of each evaluation and the
+    ``change``.
     """
     before = found["before"].answered
     groups = {"all": [*range(len(before))]}
@@ -115,18 +114,16 @@ def compare_policies(
             groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
     compared: dict[str, Any] = {}
     for name, rows in groups.items():
-        by_grader = {grader: _compared(found, rows, grader) for grader in graders}
-        compared[name] = {"prompts": len(rows), "graders": by_grader}
+        graders = {found["before"].reward: _compared(found, rows)}
+        compared[name] = {"prompts": len(rows), "graders": graders}
     return compared
 
 
-def _compared(
-    found: Mapping[str, Evaluation], rows: Sequence[int], grader: str
-) -> dict[str, dict[str, Any]]:
+def _compared(found: Mapping[str, Evaluation], rows: Sequence[int]) -> dict[str, dict[str, Any]]:
     records = {}
     for who, evaluation in found.items():
         answered = [evaluation.answered[row] for row in rows]
-        records[who] = replace(evaluation, answered=answered, reward=grader).record
+        records[who] = replace(evaluation, answered=answered).record
     if "after" in records:
         changes = Comparison(records["before"], records["after"]).changes
         records["change"] = {f"eval/{name}": test._asdict() for name, test in changes.items()}
