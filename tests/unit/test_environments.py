@@ -2,6 +2,9 @@
 
 import asyncio
 import copy
+import pickle
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +34,7 @@ from torchtune_grpo.environments.replies import ReplyEncoder
 from torchtune_grpo.evaluation import evaluator
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rewards import Reward, RewardSet
+from torchtune_grpo.trajectory import Completion
 
 
 def call(tool, **arguments):
@@ -414,6 +418,11 @@ def test_calls_that_are_made_are_counted_where_there_are_tools(qwen, tmp_path):
         assert found["tools/call_frequency"] == called
         assert found["tools/failure_frequency"] == [0] * sum(called)
         assert found["environment/turns"] == [3] * len(talks)
+
+
+def test_other_ranks_get_a_conversation_without_its_environment():
+    talk = Completion("a", [], "done", kind="K", environment=threading.Lock(), reward=0.5, turns=2)
+    assert pickle.loads(pickle.dumps(talk)) == replace(talk, environment=None)
 
 
 class Search:

@@ -3,13 +3,11 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import trl
 from hf_tokenizers import write_tokenizer
 from transformers import AutoTokenizer
-from transformers.utils.chat_template_utils import get_json_schema
 from trl.chat_template_utils import (
     add_response_schema,
     get_training_chat_template,
@@ -42,33 +40,17 @@ TURNS = {
 }
 
 
-def add(a: int, b: list[int]) -> int:
-    """
-    Adds.
-
-    Args:
-        a: A number.
-        b: More numbers.
-    """
+def schema(name, **types):
+    """The schema of a tool with these parameters."""
+    parameters = {"type": "object", "properties": types}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-def kinds(
-    a: int, b: float, c: bool, d: list[int], e: dict, f: str, g: int | None, h: int | bool, i: Any
-) -> None:
-    """
-    Takes much.
-
-    Args:
-        a: .
-        b: .
-        c: .
-        d: .
-        e: .
-        f: .
-        g: .
-        h: .
-        i: .
-    """
+ADD = schema("add", a={"type": "integer"}, b={"type": "array", "items": {"type": "integer"}})
+TYPES = [{"type": t} for t in ("integer", "number", "boolean", "array", "object", "string")]
+TYPES += [{"type": "integer", "nullable": True}, {"type": ["boolean", "integer"]}, {}]
+TYPES += [{"anyOf": [{"type": "null"}, {"oneOf": [{"type": "number"}]}]}]
+KINDS = schema("kinds", **dict(zip("abcdefghij", TYPES, strict=True)))
 
 
 @pytest.fixture(params=["qwen3", "qwen2_5", "llama3_2"])
@@ -86,8 +68,8 @@ def test_turns_are_read_as_by_trl(model):
     )
     for text in TURNS.get(name, TURNS["qwen3"]):
         ids = theirs.encode(text + ENDS[name], add_special_tokens=False)
-        expected = parse_response(theirs, ids, prefix=prompt, tools=[add])
-        assert read_turn(text, parse, [get_json_schema(add)]) == expected
+        expected = parse_response(theirs, ids, prefix=prompt, tools=[ADD])
+        assert read_turn(text, parse, [ADD]) == expected
 
 
 WRITTEN = ["7", " 7 ", "+7", "1_0", "3.0", "3.5", "1e2", "-inf", "nan", "true", "FALSE", "1"]
@@ -95,17 +77,17 @@ WRITTEN += ["null", "None", "[1, 2]", '{"a": [1]}', "[1", "", "seven", "0x7", 7,
 
 
 def test_arguments_get_the_types_of_their_schema_as_by_trl(model):
-    """Models often write all arguments as texts; here all nine parameters get the same one."""
+    """Models often write all arguments as texts; here all ten parameters get the same one."""
     name, ours, theirs = model
     parse = find_parser(lambda turns: ours.chat_text(turns, add_generation_prompt=False))
     add_response_schema(theirs)
     for value in WRITTEN:
         key = "parameters" if name == "llama3_2" else "arguments"
-        text = json.dumps({"name": "kinds", key: dict.fromkeys("abcdefghi", value)})
+        text = json.dumps({"name": "kinds", key: dict.fromkeys("abcdefghij", value)})
         text = text if name == "llama3_2" else f"<tool_call>{text}</tool_call>"
         ids = theirs.encode(text + ENDS[name], add_special_tokens=False)
-        expected = parse_response(theirs, ids, prefix=[], tools=[kinds])
-        read = read_turn(text, parse, [get_json_schema(kinds)])
+        expected = parse_response(theirs, ids, prefix=[], tools=[KINDS])
+        read = read_turn(text, parse, [KINDS])
         assert repr(read["tool_calls"]) == repr(expected["tool_calls"])  # 1 is not True
 
 
@@ -122,7 +104,7 @@ BAD = {  # a good call, one of no JSON, one whose arguments have no names
 def test_a_malformed_call_leaves_the_good_ones(name, tmp_path):
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, name)))
     parse = find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
-    turn = read_turn(BAD[name], parse, [get_json_schema(add)])
+    turn = read_turn(BAD[name], parse, [ADD])
     assert turn["content"] == "So"
     read = [(call["function"]["arguments"], "error" in call) for call in turn["tool_calls"]]
     written = '{"name": "add", "argu' if name == "qwen3" else ' {"a": 1; '
@@ -142,7 +124,7 @@ def test_a_malformed_call_leaves_the_good_ones(name, tmp_path):
 def test_a_call_of_llama_has_a_tools_name_and_its_arguments(text, arguments, tmp_path):
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "llama3_2")))
     parse = find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
-    turn = read_turn(text, parse, [get_json_schema(add)])
+    turn = read_turn(text, parse, [ADD])
     found = [call["function"]["arguments"] for call in turn.get("tool_calls", ())]
     assert found == ([] if arguments is None else [arguments])
     assert turn["content"] == ("" if found else text)
