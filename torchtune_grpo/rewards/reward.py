@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from omegaconf import OmegaConf
 from pydantic import Field
@@ -47,7 +47,8 @@ class Reward:
 
     def __post_init__(self) -> None:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
-        self.format = self.format or getattr(declared, "reads", None)
+        reads = getattr(declared, "reads", None)
+        self.format = self.format or (reads if reads in get_args(Format) else None)
         # Whether it tells right answers from wrong ones, and the least gap between their scores.
         self.decides: bool = getattr(declared, "decides", False)
         self.reward_gap: float = getattr(declared, "reward_gap", 1.0)
