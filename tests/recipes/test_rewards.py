@@ -40,9 +40,8 @@ async def waits(prompts, completions, answer, **kwargs):
     return [None if index % 2 else 1.0 for index in range(len(answer))]
 
 def sometimes_hangs(prompts, completions, share=0.2, **kwargs):
-    if sum(map(ord, completions[0])) % 8 < 8 * share:
-        while True: pass
-    return [1.0]
+    while any(sum(map(ord, text)) % 8 < 8 * share for text in completions): pass
+    return [1.0] * len(completions)
 '''
 
 
@@ -87,7 +86,7 @@ def uses_up(prompts, completions, hints, **columns):
     return [own.pop() + len(text) % 3 for own, text in zip(hints, completions)]
 
 def draws(prompts, completions, **columns):
-    return [random.random()]
+    return [random.random() for _ in completions]
 """
 FEW = """
 --config tiny_arithmetic_grpo batch_size=2 grpo_samples=4 max_generated_tokens=12 lr_scheduler=null
