@@ -243,6 +243,15 @@ def test_helpers_of_the_prompt_are_the_checkers_own(sandbox):
     assert not judge(sandbox, bad, setup=setup, test=test).passed
 
 
+def test_a_test_that_trusts_its_argument_after_the_call_can_be_cheated(sandbox):
+    """And one that passes a copy cannot."""
+    setup = "def expected(xs): return sum(xs)\n"
+    cheats = "def solve(xs): xs.clear(); return 0"
+    test = "x = [1, 2]\nassert solve({}) == expected(x)"
+    assert judge(sandbox, cheats, setup=setup, test=test.format("x")).passed
+    assert not judge(sandbox, cheats, setup=setup, test=test.format("[*x]")).passed
+
+
 def score(rewards, texts, tests, **more):
     columns = {"test": tests, "entry_point": ["solve"] * len(texts)}
     return rewards(prompts=[""] * len(texts), completions=texts, columns=columns, **more)

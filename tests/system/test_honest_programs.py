@@ -196,6 +196,11 @@ def test_a_package_below_tmp_that_starts_a_thread():
     assert "Invalid argument" not in namespaces  # from unshare, if there is a thread
 
 
+def test_the_page_says_how_many_are_refused():
+    page = (Path(__file__).parents[2] / "docs/reward_hacking.md").read_text()
+    assert f"Of {len(FUNCTIONS)} honest programs, {len(REFUSED)} are refused" in page
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_and_classes(verdicts, name):
     why = REFUSED.get(name, "")

@@ -54,8 +54,3 @@ def test_there_are_four_and_all_shipped_rewards_are_listed():
     others = {"Reward", "RewardFailure", "RewardFunction", "RewardScores", "RewardSet"}
     others |= {"Answers", "Decider", "TrainerState", "grade_math_answer", "math_format_holds"}
     assert listed == set(shipped.__all__) - others
-
-
-def test_the_tests_that_the_page_on_hacking_names_are_there():
-    named = re.findall(r"`(tests/[\w/]+\.py)`", (DOCS / "reward_hacking.md").read_text())
-    assert len(named) == 3 and all((DOCS.parent / path).is_file() for path in named)
