@@ -621,6 +621,25 @@ def test_a_server_that_is_killed_takes_all_along_and_is_replaced(sandbox):
     assert passes_again(sandbox)
 
 
+def test_a_server_that_is_lost_with_its_folder_is_the_completions_fault(sandbox):
+    """Or it would not count whenever it takes too long to kill."""
+    found = []
+
+    def judge_one_that_sleeps():
+        try:
+            found.append(judge(sandbox, SLOW["sleep"], seconds=100).why)
+        except SandboxError as error:
+            found.append(error)
+
+    assert passes_again(sandbox)
+    thread = threading.Thread(target=judge_one_that_sleeps)
+    thread.start()
+    assert wait_until(lambda: len(syscalls.processes_of(sandbox._server.pid)) == 2)
+    sandbox.kill()
+    thread.join()
+    assert found == ["the completion brought its sandbox down"]
+
+
 def own_two_rewards(folder: Path) -> None:
     """Calls, from a folder, a code reward and an isolated one that never end."""
     os.chdir(folder)

@@ -97,7 +97,7 @@ class CodeSandbox:
             ) as folder:
                 program["folder"] = folder
                 verdict = self._run(server, task, folder)
-                if not verdict.passed:
+                if not verdict.passed and os.path.isdir(folder):  # or a lost server has removed it
                     _check_disk(folder)
                 return verdict
         except OSError as error:  # a full disk, say

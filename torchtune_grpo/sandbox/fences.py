@@ -14,8 +14,9 @@
     other system calls      in both: the filter (seccomp.py)
     memory, processes, ...  in both: resource limits (syscalls.set_limits); code.py watches the time
 
-Landlock is called in syscalls.py. The test and other completions are not in a completion's memory,
-because it is forked before its server and its checker receive them.
+A test is behind the same fences, but runs as the server's user. Landlock is called in syscalls.py.
+The test and other completions are not in a completion's memory, because it is forked before its
+server and its checker receive them.
 """
 
 from __future__ import annotations
