@@ -27,9 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+# A message as chat templates and rewards with ``format: chat`` get it.
+ChatMessage = Mapping[str, Any]
+
 
 def message(role: str, text: str) -> dict[str, Any]:
-    """Return a message as chat templates and rewards with ``format: chat`` get it."""
     return {"role": role, "content": text}
 
 
@@ -38,7 +40,7 @@ class Prompt:
     """A prompt, of which rewards get the text or the messages."""
 
     text: str  # of its last message
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[ChatMessage]
     is_chat: bool = False  # its row has messages, not a text
 
     @classmethod
@@ -57,7 +59,7 @@ class Completion:
     """
 
     text: str
-    messages: Sequence[Mapping[str, Any]]  # the assistant's, with their tool_calls, and the replies
+    messages: Sequence[ChatMessage]  # the assistant's, with their tool_calls, and the replies
     # stop_token, stop_string, length or deadline; of a conversation, one of its STOPS
     ended: str = ""
     kind: str = ""  # name of the environment that answered

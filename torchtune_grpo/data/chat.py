@@ -18,7 +18,7 @@ from torchtune.data import Message
 
 from torchtune_grpo.config.text import shortened
 from torchtune_grpo.models.tokenizer import HFTokenizer
-from torchtune_grpo.trajectory import Prompt, message
+from torchtune_grpo.trajectory import ChatMessage, Prompt, message
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # to the roles above
@@ -136,13 +136,13 @@ class PromptEncoder:
         if chat and system_prompt:
             self._check_system_prompt()
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> PromptEncoder:
+    def with_tools(self, tools: Sequence[Mapping[str, object]]) -> PromptEncoder:
         """Return one whose prompts describe tools, given as JSON schemas."""
         other = copy.copy(self)
         other._tokenizer = self._tokenizer.with_tools(tools)
         return other
 
-    def __call__(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    def __call__(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
         """Return the tokens of one prompt, prefill included."""
         if self._ending and isinstance(prompt, str) and self._ending in prompt[-_LONGEST_ENDING:]:
             raise BadRow(
@@ -167,14 +167,14 @@ class PromptEncoder:
             raise BadRow(f"the chat format refuses it: {error}") from error
         return tokens[: len(tokens) - self._num_closing] + self._prefill_tokens
 
-    def messages(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def messages(self, prompt: str | Sequence[ChatMessage]) -> list[dict[str, Any]]:
         """Return the messages that a prompt stands for, with the system prompt if there is one."""
         turns = [message("user", prompt)] if isinstance(prompt, str) else [*map(dict, prompt)]
         if self._system_prompt and turns[0]["role"] != "system":
             turns.insert(0, message("system", self._system_prompt))
         return turns
 
-    def prompt(self, prompt: str | Sequence[Mapping[str, Any]]) -> Prompt:
+    def prompt(self, prompt: str | Sequence[ChatMessage]) -> Prompt:
         """Return a prompt as rewards get it."""
         messages = self.messages(prompt)
         return Prompt(messages[-1]["content"], messages, is_chat=not isinstance(prompt, str))
@@ -191,7 +191,7 @@ class PromptEncoder:
             tokens += self._tokenizer.encode(piece, add_bos=False, add_eos=False)
         return tokens
 
-    def _dialogue_tokens(self, messages: Sequence[Mapping[str, Any]], reply: str = "") -> list[int]:
+    def _dialogue_tokens(self, messages: Sequence[ChatMessage], reply: str = "") -> list[int]:
         """Encode a dialogue that ends in the assistant's reply, with a torchtune tokenizer."""
         turns = []
         for turn in messages:
@@ -204,7 +204,7 @@ class PromptEncoder:
         tokens, _ = self._tokenizer.tokenize_messages([*turns, Message("assistant", reply)])
         return tokens
 
-    def _is_own(self, turn: Mapping[str, Any]) -> bool:
+    def _is_own(self, turn: ChatMessage) -> bool:
         """Whether a message is the config's system prompt, which may hold control tokens."""
         return turn == message("system", self._system_prompt)
 
@@ -267,7 +267,7 @@ class PromptEncoder:
         self._prefill_tokens = self._tokenizer.encode(prefill, **options) if prefill else []
 
 
-def marked_message(turn: Mapping[str, Any], pattern: re.Pattern[str] | None) -> dict[str, Any]:
+def marked_message(turn: ChatMessage, pattern: re.Pattern[str] | None) -> dict[str, Any]:
     """Cut all texts of a message where a pattern is found."""
     return marked(dict(turn), pattern) | {"role": turn["role"]}
 

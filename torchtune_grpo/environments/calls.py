@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
-from torchtune_grpo.trajectory import message
+from torchtune_grpo.trajectory import ChatMessage, message
 
 # The text of a turn, and the names of the tools -> the text around its calls, and the calls as JSON
 # gives them; of a call that is not JSON, its text.
@@ -113,7 +113,7 @@ def read_turn(text: str, parse: Parser, tools: Sequence[Mapping[str, Any]]) -> d
     return turn
 
 
-def _checked(call: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(call: object, schemas: Mapping[str, Any]) -> dict[str, Any]:
     given = call if isinstance(call, Mapping) else {"arguments": call}
     name, arguments = given.get("name"), given.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
@@ -124,15 +124,16 @@ def _checked(call: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": typed}}
 
 
-def _typed(value: Any, schema: Any) -> Any:
+def _typed(value: object, schema: object) -> object:
     """Read a text as the first type of its schema that it can be, as TRL 1.16 does; or keep it."""
-    for kind in _kinds(schema) if isinstance(value, str) else ():
-        with suppress(ValueError, RecursionError):
-            return _read(value, kind)
+    if isinstance(value, str):
+        for kind in _kinds(schema):
+            with suppress(ValueError, RecursionError):
+                return _read(value, kind)
     return value
 
 
-def _kinds(schema: Any) -> Iterator[str]:
+def _kinds(schema: object) -> Iterator[str]:
     """List the types that a schema allows."""
     if isinstance(schema, Mapping):
         kinds = schema.get("type", ())
@@ -143,7 +144,7 @@ def _kinds(schema: Any) -> Iterator[str]:
             yield "null"
 
 
-def _read(text: str, kind: str) -> Any:
+def _read(text: str, kind: str) -> object:
     """Return the value of this type that a text states; raises a ValueError if it states none."""
     word = text.strip()
     match kind:
@@ -166,7 +167,7 @@ def _read(text: str, kind: str) -> Any:
     raise ValueError(f"not of type {kind}")
 
 
-def find_parser(template_text: Callable[[Sequence[Mapping[str, Any]]], str]) -> Parser:
+def find_parser(template_text: Callable[[Sequence[ChatMessage]], str]) -> Parser:
     """Find the form in which a chat template writes calls; ``template_text`` renders messages.
 
     Raises a ValueError that names the form, if it is none of ours.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 from torchtune_grpo.data.chat import marked, marked_message, names_pattern
 from torchtune_grpo.models.tokenizer import HFTokenizer
-from torchtune_grpo.trajectory import message
+from torchtune_grpo.trajectory import ChatMessage, message
 
 _REMEDY = (
     "Give a template that keeps every turn as it was, as qwen3_training.jinja of the trl package "
@@ -46,7 +46,7 @@ class ReplyEncoder:
             raise ValueError(f"the chat template changes the beginning of a turn. {_REMEDY}")
         self([message(role, "c") | ({} if name is None else {"name": name})])
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], *, ended: bool = True) -> list[int]:
+    def __call__(self, messages: Sequence[ChatMessage], *, ended: bool = True) -> list[int]:
         """Encode one or more messages; unless a turn has ``ended`` so, with the token for that."""
         before, end = self._text(messages[0].get("name"))
         turns = self._turns(messages[0].get("name"))

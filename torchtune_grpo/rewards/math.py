@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import TypeVar
 from unicodedata import category
 
 from torchtune_grpo.config.text import shortened
@@ -286,7 +286,9 @@ def math_gold_fault(*, answer: object) -> str | None:
 
 
 @declares(reads="text", reward_range=(0.0, 1.0))
-def math_format_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+def math_format_reward(
+    prompts: list[str], completions: list[str], **columns: object
+) -> list[float]:
     """Score 1.0 for an answer in the right form, whatever it says."""
     return [float(math_format_holds(text)) for text in completions]
 
@@ -298,7 +300,7 @@ def math_correctness_reward(
     *,
     answer: list[str | int | float],
     strict: bool = False,
-    **columns: Any,
+    **columns: object,
 ) -> list[float]:
     """Score 1.0 for a right answer; ``strict`` reads answer blocks only."""
     pairs = zip(completions, answer, strict=True)

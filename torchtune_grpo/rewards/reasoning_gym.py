@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torchtune_grpo.rewards.foreign import task_scorer
 from torchtune_grpo.rewards.math import located_answers
 from torchtune_grpo.rewards.workers import FunctionWorker, function_pool
@@ -26,7 +24,12 @@ class ReasoningGymReward:
         self.decides = not partial  # partial scores of wrong answers may be nearly 1
 
     def __call__(
-        self, prompts: list[str], completions: list[str], *, entry: list[Any], **columns: Any
+        self,
+        prompts: list[str],
+        completions: list[str],
+        *,
+        entry: list[dict[str, object]],
+        **columns: object,
     ) -> list[float | Exception]:
         scores = self._pool.map(_score, [*zip(completions, entry, strict=True)])
         if self._partial:
@@ -34,7 +37,7 @@ class ReasoningGymReward:
         return [s if isinstance(s, Exception) else float(s >= 1) for s in scores]
 
 
-def _score(worker: FunctionWorker, row: tuple[str, dict[str, Any]]) -> float | Exception:
+def _score(worker: FunctionWorker, row: tuple[str, dict[str, object]]) -> float | Exception:
     text, entry = row
     gold = str(entry["answer"])
     found = located_answers(text, one_line="\n" not in gold)

@@ -7,16 +7,13 @@ answer as much as a right one.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torchtune_grpo.rewards.math import TAGS, grade_math_answer, located_value, math_gold_fault
 from torchtune_grpo.rewards.reward import declares
 
 
 @declares(reads="text", reward_range=(0.0, 1.0))
-def math_tag_reward(
-    prompts: list[str], completions: list[str], **columns: list[Any]
-) -> list[float]:
+def math_tag_reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
     """Give partial credit for the format: a quarter for each of the four tags.
 
     A tag counts if it occurs exactly once. If these tags are in the wrong order, none counts.
@@ -30,7 +27,7 @@ def math_tag_reward(
 
 @declares(reads="text", reward_range=(0.0, 1.0))
 def math_number_reward(
-    prompts: list[str], completions: list[str], **columns: list[Any]
+    prompts: list[str], completions: list[str], **columns: object
 ) -> list[float]:
     """Score 1.0 for an answer block, or equal ones, with exactly one number, right or wrong."""
     return [float(located_value(text, strict=True) is not None) for text in completions]
@@ -58,7 +55,7 @@ class OverlongPenalty:
         completions: list[str],
         *,
         completion_ids: list[list[int]],
-        **columns: Any,
+        **columns: object,
     ) -> list[float]:
         """Return N numbers from -1 to 0."""
         over = [max(len(tokens) - self._start, 0) / self._cache for tokens in completion_ids]
@@ -78,7 +75,9 @@ class RepetitionPenalty:
             raise ValueError(f"ngram={ngram}: give 1 or more.")
         self._ngram = ngram
 
-    def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    def __call__(
+        self, prompts: list[str], completions: list[str], **columns: object
+    ) -> list[float]:
         """Return N numbers from -1 to 0."""
         scores = []
         for text in completions:
@@ -126,7 +125,7 @@ class CosineLengthReward:
         *,
         answer: list[str | int | float],
         completion_ids: list[list[int]],
-        **columns: Any,
+        **columns: object,
     ) -> list[float]:
         """Return N numbers within ``correct`` or ``wrong``."""
         scores = []

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 from unicodedata import normalize
 
 from torchtune_grpo.config.text import shortened
@@ -80,7 +79,7 @@ def _stated_text(text: str) -> str | None:
 
 @_compares(read_letter, _stated_letter)
 def choice_reward(
-    prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
+    prompts: list[str], completions: list[str], *, answer: list[object], **columns: object
 ) -> list[float]:
     """Score 1.0 for an answer that states the gold's letter, A to J, and no other."""
     pairs = zip(completions, answer, strict=True)
@@ -89,7 +88,7 @@ def choice_reward(
 
 @_compares(read_text, _stated_text)
 def short_text_reward(
-    prompts: list[str], completions: list[str], *, answer: list[Any], **columns: Any
+    prompts: list[str], completions: list[str], *, answer: list[object], **columns: object
 ) -> list[float]:
     """Score 1.0 for an answer that is the gold, or one of a list of golds."""
     pairs = zip(completions, answer, strict=True)
