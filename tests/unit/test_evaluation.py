@@ -1,4 +1,4 @@
-"""An evaluation's keys, votes, and when evaluations end a run."""
+"""An evaluation's keys, the lenient grader, and when evaluations end a run."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from torchtune_grpo.evaluation.statistics import (
     passes,
     should_stop,
 )
-from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward, math_correctness_reward
+from torchtune_grpo.rewards import Reward, RewardSet, SymbolicMathReward, last_number_reward
 from torchtune_grpo.rewards.math import stated_answer
 
 
@@ -24,21 +24,37 @@ def length(prompts, completions, **columns):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"reward": "lst"}, "no reward of this name; rewards has length, right"),
+        ({"reward": "lst"}, "no reward of this name; rewards has length, last"),
         (
             {"reward": "length", "keep_best": "eval/maj@4"},
             "keep_best=eval/maj@4: is not measured; give one of eval",
         ),
-        ({"keep_best": "eval/maj@4"}, None),  # it can vote, and decides
+        ({"keep_best": "eval/maj@4"}, None),  # the last number can vote, and decides
     ],
 )
 def test_a_reward_that_cannot_do_it_is_refused(keys, message):
     keys = {"reward": None, "samples": 4, "keep_best": None} | keys
     cfg = SimpleNamespace(evaluation=SimpleNamespace(**keys))
-    given = [Reward("length", length), Reward("right", math_correctness_reward)]
+    given = [Reward("length", length), Reward("last", last_number_reward)]
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         rewards = RewardSet(given, deciding=keys["reward"])
         Evaluator(cfg, [], tokenizer=None, rewards=rewards)
+
+
+def test_the_lenient_grader_reads_the_last_number():
+    texts = {
+        "<think>3+4</think><answer>7</answer>": 1,
+        "5 + 2 = $7.00": 1,
+        "<answer>7</answer> as 10-3 is 7,": 1,  # a minus that subtracts, a comma that ends
+        "<answer>7</answer> in 2 steps": 0,
+        "It is -7": 0,
+        "7 or 17": 0,
+        "no number": 0,
+        "": 0,
+    }
+    count = len(texts)
+    found = last_number_reward([""] * count, [*texts], answer=["7"] * count)
+    assert dict(zip(texts, found, strict=True)) == texts
 
 
 def test_answers_of_one_value_vote_together():
@@ -50,6 +66,8 @@ def test_answers_of_one_value_vote_together():
     assert stated_answer("7") == "7" and stated_answer("<answer>x</answer>") is None
     long = "1" * 300
     assert stated_answer(f"<answer>{long}</answer>") == long
+    lenient = Reward("last", last_number_reward).answer_of
+    assert lenient is not None and lenient("7 or 8.50") == "17/2" and lenient("none") is None
     assert SymbolicMathReward.answer_of(r"<answer>\sqrt{2}</answer>") == r"\sqrt{2}"
     assert Reward("length", length).answer_of is None
 

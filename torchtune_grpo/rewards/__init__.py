@@ -8,6 +8,7 @@ from torchtune_grpo.rewards.call import TrainerState
 from torchtune_grpo.rewards.code import CodeReward, ProgramReward, code_format_reward
 from torchtune_grpo.rewards.math import (
     grade_math_answer,
+    last_number_reward,
     math_correctness_reward,
     math_format_holds,
     math_format_reward,
@@ -43,6 +44,7 @@ __all__ = [
     "choice_reward",
     "code_format_reward",
     "grade_math_answer",
+    "last_number_reward",
     "math_correctness_reward",
     "math_format_holds",
     "math_format_reward",

@@ -25,6 +25,7 @@ _MARK = re.compile(
     r"""|\banswer["*_]*:(?:\*\*)?"""
 )
 _DISPLAYED = re.compile(r"(?:\\\[|\$\$)\n(.*)")  # a formula on the next line
+_ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 
 LONGEST = 1_000  # characters of an answer; a longer one is not read
 _MOST_WORDS = 12  # of a line without a mark; a longer one is an unfinished thought
@@ -305,3 +306,23 @@ def math_correctness_reward(
     """Score 1.0 for a right answer; ``strict`` reads answer blocks only."""
     pairs = zip(completions, answer, strict=True)
     return [float(grade_math_answer(text, gold, strict=strict)) for text, gold in pairs]
+
+
+def _last_number(text: str) -> str:
+    """Put the last number into an answer block; a minus after a letter or digit subtracts."""
+    *_, last = ["", *_ANY_NUMBER.findall(text)]
+    return f"<answer>{last.rstrip(',')}</answer>"
+
+
+@declares(
+    reads="text",
+    decides=True,
+    check_row=math_gold_fault,
+    answer_of=lambda text: stated_answer(_last_number(text)),
+)
+def last_number_reward(
+    prompts: list[str], completions: list[str], *, answer: list[str | int | float], **columns: Any
+) -> list[float]:
+    """Score 1.0 for a text whose last number is the gold: a lenient grader, not one to train on."""
+    blocks = [_last_number(text) for text in completions]
+    return math_correctness_reward(prompts, blocks, answer=answer)
