@@ -321,7 +321,11 @@ def _last_number(text: str) -> str:
     answer_of=lambda text: stated_answer(_last_number(text)),
 )
 def last_number_reward(
-    prompts: list[str], completions: list[str], *, answer: list[str | int | float], **columns: object
+    prompts: list[str],
+    completions: list[str],
+    *,
+    answer: list[str | int | float],
+    **columns: object,
 ) -> list[float]:
     """Score 1.0 for a text whose last number is the gold: a lenient grader, not one to train on."""
     blocks = [_last_number(text) for text in completions]
