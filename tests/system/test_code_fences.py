@@ -296,8 +296,8 @@ mode = os.stat(folder + "/mine").st_mode
 verdicts = []
 for namespaces in (True, False):
     sandbox = CodeSandbox(Limits(seconds=3), namespaces=namespaces)
-    for code, test in json.load(open(sys.argv[1])):
-        code = code.replace("OWNER", str(os.getpid())).replace("MINE", folder + "/mine")
+    programs = open(sys.argv[1]).read().replace("OWNER", str(os.getpid()))
+    for code, test in json.loads(programs.replace("MINE", folder + "/mine")):
         verdict = sandbox.judge(code, Exam("solve", test=test))
         verdicts.append([verdict.passed, verdict.why])
     assert os.stat(folder + "/mine").st_mtime == 1 and os.stat(folder + "/mine").st_mode == mode
@@ -359,6 +359,11 @@ def test_as_another_user_than_root():
             (REFUSED, "assert solve(0) == [], solve(0)"),
             (HONEST["plain"], TEST),
             (OWN_GROUP, "assert solve(1) == 1"),
+            (
+                "def solve(n): return n",
+                f"{HARM.replace('solve', 'harm_done')}\n"
+                "assert solve(1) == 1 and harm_done(0) == 'nothing', harm_done(0)",
+            ),
             (
                 "def solve(n): open('x', 'w').write('y'); return open('x').read()",
                 "assert solve(0) == 'y'",
