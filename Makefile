@@ -28,11 +28,18 @@ $(VENV)/.reasoning-gym: $(STAMP)
 	|| echo "Without reasoning-gym, which needs a C compiler."
 	@touch $@
 
+# OpenEnv asks for gradio, which nothing here needs, and which would need older packages.
+$(VENV)/.environments: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[environments]" \
+	&& $(BIN)/python -m pip install --quiet --no-deps openenv-core==0.3.0 \
+	|| echo "Without TextArena and OpenEnv, which cannot be installed."
+	@touch $@
+
 test: $(VENV)/.reasoning-gym
 	$(PYTEST) -m "not slow"
 
 # With ranks, kills, the real model, compiled layers: what takes seconds each.
-test-all: $(VENV)/.reasoning-gym
+test-all: $(VENV)/.reasoning-gym $(VENV)/.environments
 	$(PYTEST)
 
 # vLLM needs other versions, and so an environment of its own. Where it cannot be installed, or not in

@@ -67,9 +67,11 @@ def naming(method: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _place(error: BaseException, function: Callable[..., Any]) -> str:
-    """Return the user's file and line that raised an error, or else where a function begins."""
+    """Return the file and line that raised an error: the user's, or else a library's, or else where
+    a function begins."""
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    users = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)]
+    theirs = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)]
+    users = [frame for frame in theirs if "/site-packages/" not in frame[0]] or theirs
     with suppress(AttributeError, TypeError):  # it is not written in Python
         code = inspect.unwrap(getattr(function, "__func__", function)).__code__
         users = users or [(code.co_filename, code.co_firstlineno)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -215,9 +216,10 @@ def _class_of(key: str, path: str, component: Any, arguments: Mapping[str, Any])
     try:
         recipe = Recipe(Adapter, component, arguments, {})
         adapter = recipe.make(0, lambda made: loop.run(made) if inspect.isawaitable(made) else made)
-        adapter.close()
     except Exception as error:
         raise ConfigError(f"{key}: could not construct {path}: {error}") from error
+    with suppress(Exception):  # some cannot be closed before a reset
+        adapter.close()
     return type(adapter.environment)
 
 
