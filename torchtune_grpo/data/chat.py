@@ -37,7 +37,6 @@ GIVEN = (
 # A prompt that no template contains by chance, and two texts that share no tokens.
 _PROBE_TEXT, _PROBE_PROMPT, _PROBE_REPLY = "What is 3 + 4?", "a", "b"
 # What a template writes at the end of a prompt for models that always think.
-_LONGEST_ENDING = 200  # characters of what a template writes behind the last message
 _OPENED_THINKING = re.compile(r"<think>\s*\Z")
 
 
@@ -144,7 +143,8 @@ class PromptEncoder:
 
     def __call__(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
         """Return the tokens of one prompt, prefill included."""
-        if self._ending and isinstance(prompt, str) and self._ending in prompt[-_LONGEST_ENDING:]:
+        written = prompt.rstrip().removesuffix("<think>") if isinstance(prompt, str) else ""
+        if self._ending and written.rstrip().endswith(self._ending):
             raise BadRow(
                 "the chat template has already written it; give the messages instead, a list of "
                 "{role, content}, or the user's text"
