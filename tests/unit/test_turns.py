@@ -190,6 +190,35 @@ def test_when_replies_come_changes_nothing(late, rows):
     assert turns.waits or late in ("at_once", "last_first")
 
 
+@pytest.mark.parametrize("rows", [2, 4, None])
+def test_what_is_computed_side_by_side_depends_on_tokens_alone(rows, monkeypatch):
+    """Not on when replies come, unless that is asked for."""
+    done: list[list[int]] = []
+    decode, feed = batch.GroupRollout.decode, batch.GroupRollout._sample_after_replies
+
+    def noted(function):
+        def call(self, *answered):
+            done.append([row.number for row in (answered[0] if answered else self.live)])
+            function(self, *answered)
+
+        return call
+
+    monkeypatch.setattr(batch.GroupRollout, "decode", noted(decode))
+    monkeypatch.setattr(batch.GroupRollout, "_sample_after_replies", noted(feed))
+
+    def batches(late: str, reply_steps: int | None) -> list[list[int]]:
+        done.clear()
+        engine = native(case("plain")[0], max_rows=rows, reply_steps=reply_steps)
+        assert_plays(engine, "plain", LATE[late])
+        return list(done)
+
+    for reply_steps in (1, 3, 16):
+        at_once, *others = (batches(late, reply_steps) for late in LATE)
+        for other in others:
+            assert other == at_once
+    assert batches("at_once", None) != batches("late", None)
+
+
 def test_answered_rows_are_fed_together(monkeypatch):
     """A pass over the few tokens of one reply costs about as much as a decoding step."""
     model = build_policy("qwen")

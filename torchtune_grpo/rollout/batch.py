@@ -66,6 +66,7 @@ class GroupRollout:
         self.live: list[Row] = []  # in the order of their slots
         self._paused = PausedRows(request.turns)
         self._steps = 0
+        self._has_gaps = False  # left by live rows that have ended since the last layout
         self._free_slots = list(range(size.slots))  # a heap, as is the next
         self._free_prompt_slots = list(range(size.prompts))
 
@@ -120,10 +121,15 @@ class GroupRollout:
         """
         is_idle = not self.live  # nothing could be started the last time
         ended, answered = self._remove_ended(), self._next_turns(is_idle)
-        is_late, answered = answered is None, answered or []
-        new = [] if is_late else self._next_rows(self._max_rows - len(self.live) - len(answered))
-        if not ended and not answered and not new:
-            return is_late
+        self._has_gaps |= bool(ended)
+        if answered is None:  # no slot changes hands before all of them have come
+            if ended and self.live:
+                self.layout.update(self.live)
+            return True
+        new = self._next_rows(self._max_rows - len(self.live) - len(answered))
+        if not self._has_gaps and not answered and not new:
+            return False
+        self._has_gaps = False
         self.live = sorted([*self.live, *answered, *new], key=lambda row: row.slot)
         if not self._decoder.has_kernel:
             self._close_gaps()
@@ -133,7 +139,7 @@ class GroupRollout:
             self._sample_first(new)
         if self.live:
             self.layout.update(self.live)
-        return bool(answered or new or is_late)
+        return bool(answered or new)
 
     def _remove_ended(self) -> list[Row]:
         """Take the rows that have ended, or their turns, out of the live ones."""
