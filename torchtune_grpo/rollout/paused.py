@@ -25,6 +25,7 @@ class PausedRows:
         self.rows: dict[int, Row] = {}
         self._due: dict[int, int] = {}  # by number, in steps
         self._replies: dict[int, Sequence[int]] = {}
+        self._awaited: list[int] = []
 
     def add(self, row: Row, *, now: int) -> None:
         """Pause a row whose turn has ended, ``now`` steps after the rollout's beginning."""
@@ -38,14 +39,15 @@ class PausedRows:
         None: one that is due has not come, and the rollout has to ask again. Rows go on once they
         are an eighth as many as the ``live`` ones.
         """
-        due = [n for n in sorted(self.rows) if is_idle or self._due[n] <= now]
+        due = self._awaited or [n for n in sorted(self.rows) if is_idle or self._due[n] <= now]
         waits = self.steps is not None
         if not due or self._turns is None or (waits and len(due) * LIVE_PER_ANSWERED < live):
             return {}
         if any(n not in self._replies for n in due):
             self._replies |= self._turns.replies(wait=is_idle or waits)
         come = {n: self._replies[n] for n in due if n in self._replies}
-        if waits and len(come) < len(due):
+        self._awaited = due if waits and len(come) < len(due) else []
+        if self._awaited:  # no others are, until these have come
             return None
         going = sum(len(reply) > 0 for reply in come.values())
         are_enough = going * LIVE_PER_ANSWERED >= live
