@@ -16,6 +16,13 @@ environment._component_=hosted.Logged rewards=[] batch_size=1 grpo_samples=4 num
 forward_batch_size=4 max_generated_tokens=40 dataset.num_samples=64 lr_scheduler=null output_dir=out
 environment.max_turns=2 environment.max_response_tokens=200
 """.split()
+BAD = """
+import threading, time
+
+def reward(completions, **columns):
+    threading.Thread(target=time.sleep, args=(99,)).start()
+    1 / 0
+"""
 DEAF = """
 import signal, time
 
@@ -80,7 +87,8 @@ def test_at_a_good_end(isolation, tmp_path):
 
 @BOTH
 def test_after_an_error(isolation, tmp_path):
-    (tmp_path / "bad.py").write_text("def reward(completions, **columns):\n    1 / 0\n")
+    """Also if a thread is left, for which Python would wait."""
+    (tmp_path / "bad.py").write_text(BAD)
     reward = "rewards=[{_component_: bad.reward}]"
     done = train(tmp_path, *settings(tmp_path, isolation), reward)
     assert done.code == 1 and "division by zero" in done.err

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from conversations import END, play
 from hf_tokenizers import write_tokenizer
+from processes import is_alive, wait_until
 from test_environments import call
 
 from torchtune_grpo.config.keys import EnvironmentConfig
@@ -19,6 +20,7 @@ from torchtune_grpo.environments.environment import make_kinds
 from torchtune_grpo.environments.sessions import in_thread
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rewards import Reward
+from torchtune_grpo.sandbox.remote import ObjectLost
 
 HI = {"prompt": [{"role": "user", "content": "Hi"}]}
 TALK = ["Yes" + END] * 9
@@ -377,6 +379,25 @@ def test_a_step_in_progress_may_end_before_close(isolation, tmp_path):
     if not isolation:
         end(children_of(tmp_path))
     assert all(each.exception(timeout=9) is None or isolation for each in work)
+
+
+def test_what_a_late_environment_has_started_ends_at_once_and_others_live_on(tmp_path):
+    keys = node("Logged", "process", folder=str(tmp_path), slowness=1000.0, timeout=0.5)
+    (kind,) = make_kinds(EnvironmentConfig(**keys), []).values()
+    try:
+        late, other = kind.session(), kind.session()
+        children = []
+        for session in (late, other):
+            session.reset({}, 0)
+            noted = {int(path.name.partition("-")[2]) for path in tmp_path.glob("child-*")}
+            children += noted - {*children}
+        with pytest.raises(ObjectLost, match="no answer within 0.5 s; its processes were killed"):
+            late.answer(Turn("Hi"))
+        kind.drop(late)
+        assert wait_until(lambda: not is_alive(children[0]))
+        assert is_alive(children[1]) and other.reset({}, 0) is None
+    finally:
+        kind.close()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -152,7 +153,7 @@ def make_kinds(
 def _hosted(kind: Kind, settings: EnvironmentConfig) -> Kind:
     """Give a kind a server of processes, if another process can import all that it needs."""
     paths = kind.recipe.dotpaths
-    if settings.isolation is None or paths is None:
+    if settings.isolation is None or paths is None or sys.platform != "linux":
         return kind
     return replace(kind, server=ObjectServer([RECIPE, *paths]))
 
