@@ -1,6 +1,6 @@
 """Hosts: where an adapter lives with its user's object, and how it is called.
 
-A ``ProcessHost`` calls it in the main thread of a process of its own, as its author did; a
+A ``RemoteObject`` calls it in the main thread of a process of its own, as its author did; a
 ``ThreadHost`` in a thread of this process, for what no other process can import. Both give the same
 results, keep the same time limit, and hand over copies.
 """
@@ -17,42 +17,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from torchtune_grpo.environments.adapters import Adapter, Recipe
 from torchtune_grpo.machine import loop
-from torchtune_grpo.sandbox.remote import ObjectLost, ObjectServer, RemoteObject
-
-
-class Host(Protocol):
-    """Calls an adapter's methods, one at a time, and makes it at the first call."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has closed itself, or something else sees to that."""
-        ...
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a method returns; raises an ObjectError, or ObjectLost after its time."""
-        ...
-
-    def begin_close(self) -> None:
-        """Let the adapter close itself, and return at once."""
-        ...
-
-    def wait_closed(self, until: float) -> None:
-        """Wait until it has closed itself, or until a time of ``time.monotonic``."""
-        ...
-
-
-class ProcessHost(RemoteObject):
-    """A host in a process, which is killed with all that it started when its time is over."""
-
-    def __init__(self, server: ObjectServer, recipe: Recipe, *, seed: int, timeout: float) -> None:
-        super().__init__(server, recipe.make, seed, timeout=timeout)
-
-
-# --- In a thread of this process ------------------------------------------------------------------
+from torchtune_grpo.sandbox.remote import ObjectLost
 
 
 class _Turns:
@@ -129,6 +98,7 @@ class ThreadHost:
 
     @property
     def is_over(self) -> bool:
+        """Whether it has closed itself, or never will."""
         return self._is_lost or (self._is_closing and not self._thread.is_alive())
 
     @property
@@ -137,6 +107,7 @@ class ThreadHost:
         return None if self._adapter is None else self._adapter.environment
 
     def call(self, method: str, *arguments: Any) -> Any:
+        """Return what a method returns, or raise what it raises; after its time, an ObjectLost."""
         call = _Call(method, copy.deepcopy(arguments))
         if not self._thread.is_alive():
             self._thread.start()
@@ -181,6 +152,7 @@ class ThreadHost:
             _turns.take(self)
 
     def begin_close(self) -> None:
+        """Let the adapter close itself, and return at once."""
         self._calls.put(None)
 
     def wait_closed(self, until: float) -> None:

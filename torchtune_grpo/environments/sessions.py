@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 from torchtune_grpo.environments.adapters import Recipe, Reply, Turn
-from torchtune_grpo.environments.hosts import Host, ProcessHost, ThreadHost
+from torchtune_grpo.environments.hosts import ThreadHost
 from torchtune_grpo.machine import endings
 from torchtune_grpo.machine.parallel import rank, world_size
-from torchtune_grpo.sandbox.remote import ObjectServer
+from torchtune_grpo.sandbox.remote import ObjectServer, RemoteObject
+
+Host = RemoteObject | ThreadHost
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Kind:
         seed = self._num_made * world_size() + rank()  # of what its constructor draws
         host: Host = ThreadHost(self.recipe, seed=seed, timeout=self.timeout)
         if self.server is not None:
-            host = ProcessHost(self.server, self.recipe, seed=seed, timeout=self.timeout)
+            host = RemoteObject(self.server, self.recipe.make, seed, timeout=self.timeout)
         self._open.append(Session(self, host))
         return self._open[-1]
 
@@ -111,7 +113,7 @@ class Session:
 class StandIn:
     """Stands in for an environment in another process: its methods, and its attributes' values."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: RemoteObject) -> None:
         self._host = host
 
     def __getattr__(self, name: str) -> Any:

@@ -100,6 +100,8 @@ class RemoteObject:
         """Make the object, if that was not done yet."""
         if self._socket is not None:
             return
+        if self.is_over:
+            raise ObjectLost("it was closed")
         try:
             self._socket, self._server = self._objects.start()
             self._socket.settimeout(_IMPORT_SECONDS)
