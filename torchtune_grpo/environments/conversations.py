@@ -75,13 +75,12 @@ class Conversations:
         seeds: Sequence[int],
         max_sampled: int,
         decode: Callable[[Sequence[int]], str],
-        stop_tokens: Sequence[int],
-        prefill: str,
     ) -> None:
         self._environment, self._max_sampled = environment, max_sampled
         self._max_turns, self._has_failed = environment.settings.max_turns, False
         self.row_limit = environment.settings.max_response_tokens or max_sampled
-        self._decode, self._stop_tokens, self._prefill = decode, {*stop_tokens}, prefill
+        self._decode, self._stop_tokens = decode, {*environment.stop_tokens}
+        self._prefill = environment.encoder.prefill
         self._done: SimpleQueue[tuple[int, Future[Any]]] = SimpleQueue()
         self._over: list[int] = []
         self._rows = self._begin(prompts, group_size, seeds)

@@ -53,6 +53,7 @@ class Environment:
     replies: ReplyEncoder
     parse: Parser | None
     context: int
+    stop_tokens: Sequence[int] = ()
 
     def kind_of(self, columns: Mapping[str, Any]) -> Kind:
         """Return the kind that a row of the data names, if there are several."""
@@ -304,4 +305,5 @@ def make_environment(
         parse = find_parser(partial(tokenizer.chat_text, add_generation_prompt=False))
     roles = dict.fromkeys(kind.recipe.adapter.role for kind in kinds.values())
     replies = ReplyEncoder(tokenizer, roles=[role for role in roles if role is not None])
-    return Environment(kinds, settings, encoder, replies, parse, context)
+    stop_tokens = tokenizer.stop_tokens
+    return Environment(kinds, settings, encoder, replies, parse, context, stop_tokens)

@@ -237,8 +237,6 @@ def sample_groups(
             seeds=[key % 2**31 for key in keys[::group_size].tolist()],  # all generators take it
             max_sampled=params.max_generated_tokens,
             decode=decode,
-            stop_tokens=stop_tokens,
-            prefill=prefill,
         )
     request = RolloutRequest(
         prompts=prompts.tokens if talks is None else talks.prompt_tokens,
