@@ -1,18 +1,24 @@
 """Environments as people write them, in processes of their own and in threads of this one."""
 
 import asyncio
+import json
 import os
 import random
+import sys
 import time
+from pathlib import Path
 
 import hosted
 import psutil
 import pytest
-from conversations import END, play
+import torch
+from conversations import END, ScriptedEngine, play
 from hf_tokenizers import write_tokenizer
 from processes import is_alive, wait_until
 from test_environments import call
 
+from torchtune_grpo import models
+from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.environments.adapters import Turn
@@ -20,7 +26,9 @@ from torchtune_grpo.environments.environment import make_kinds
 from torchtune_grpo.environments.sessions import in_thread
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rewards import Reward
+from torchtune_grpo.run import Run
 from torchtune_grpo.sandbox.remote import ObjectLost
+from torchtune_grpo.trajectory import Samples
 
 HI = {"prompt": [{"role": "user", "content": "Hi"}]}
 TALK = ["Yes" + END] * 9
@@ -132,6 +140,27 @@ def test_async_tools_in_threads_run_side_by_side_and_sync_ones_do_not(qwen):
     rows, _ = play(qwen, turns, tools=[wait_for_all, be_alone])
     assert [results(talk) for talk in rows.completions] == [["met", "alone"]] * 6
     assert most == [0, 1]
+
+
+def test_an_async_tool_that_exits_fails_no_later_call(qwen):
+    async def behave(how: str) -> str:
+        """
+        Behaves.
+
+        Args:
+            how: The way.
+        """
+        if how == "exit":
+            sys.exit(3)
+        return how
+
+    for _ in range(2):
+        ways = ["fine", "exit", "fine"]
+        turns = [[use("behave", how=how), use("behave", how="fine"), "." + END] for how in ways]
+        rows, _ = play(qwen, turns, tools=[behave], timeout=20.0)
+        ended = [talk.ended for talk in rows.completions]
+        assert ended == ["answered", "tool_failed", "answered"]
+        assert results(rows.completions[0]) == ["fine"] * 2
 
 
 @BOTH
@@ -253,6 +282,38 @@ def test_wrong_moves_and_prompts_that_do_not_fit_end_no_run(qwen):
     assert rows.completions[0].failed_calls == 1
     rows, _ = play(qwen, [TALK], max_response_tokens=7990, **node("Seeded", "process"))
     assert (rows.completions[0].ended, rows.completions[0].error) == ("tool_failed", None)
+
+
+def test_a_row_that_is_late_from_the_start_has_a_message(qwen, monkeypatch):
+    def nothing(engine, request):
+        n = request.num_rows
+        none, zeros = torch.zeros(n, 1, dtype=torch.bool), torch.zeros(n, 1)
+        ends = torch.zeros(n, dtype=torch.long)
+        return Samples(zeros.long(), ends, torch.ones(n, dtype=torch.bool), none, zeros, zeros)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", nothing)
+    last = Reward(
+        "last", lambda completions, **columns: [len(c[-1]["content"]) for c in completions]
+    )
+    rows, scores = play(qwen, [TALK] * 2, rewards=[last], **node("Scored", "process"))
+    assert [talk.ended for talk in rows.completions] == ["deadline"] * 2
+    assert scores.of("last").tolist() == [0, 0]
+
+
+def test_a_misspelt_environment_leaves_its_row_out(tmp_path, caplog):
+    lines = [{"prompt": "Guess.", "answer": "7", "environment": name} for name in "abba"]
+    lines.insert(2, {**lines[0], "environment": "bb"})
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    guess = "torchtune_grpo.environments.examples.GuessNumber"
+    source = (
+        f"dataset={{_component_: torchtune_grpo.data.RLDataset, source: {tmp_path}/data.jsonl}}"
+    )
+    folder = Path(models.__file__).parents[1] / "tiny_llama"
+    changes = [f"environment={{a: {guess}, b: {guess}}}", source, "rewards=[]", "eval_dataset=null"]
+    changes += [f"model_dir={folder}", f"output_dir={tmp_path}", "evaluation.every_n_steps=null"]
+    dataset = Run(load_config("tiny_arithmetic_grpo", changes)).dataset
+    assert [item["columns"]["environment"] for item in dataset] == [*"abba"]
+    assert "column 'environment' is 'bb', and has to name one of a, b" in caplog.text
 
 
 @pytest.mark.slow
