@@ -14,9 +14,9 @@ from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.environments.environment import (
     environment_rewards,
     make_environment,
-    make_kinds,
     prompt_tokenizer,
 )
+from torchtune_grpo.environments.kinds import make_kinds
 from torchtune_grpo.machine import endings
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import Capabilities, RolloutEngine, sample_groups

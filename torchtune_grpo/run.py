@@ -31,11 +31,10 @@ from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.environments.environment import (
     Environment,
     environment_rewards,
-    kind_fault,
     make_environment,
-    make_kinds,
     prompt_tokenizer,
 )
+from torchtune_grpo.environments.kinds import kind_fault, make_kinds
 from torchtune_grpo.environments.sessions import Kind
 from torchtune_grpo.evaluation.evaluator import Evaluator
 from torchtune_grpo.loss import Loss, make_loss

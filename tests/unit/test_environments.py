@@ -27,9 +27,9 @@ from torchtune_grpo.environments.environment import (
     Environment,
     environment_rewards,
     make_environment,
-    make_kinds,
 )
 from torchtune_grpo.environments.examples import GuessNumber
+from torchtune_grpo.environments.kinds import make_kinds
 from torchtune_grpo.environments.replies import ReplyEncoder
 from torchtune_grpo.evaluation import evaluator
 from torchtune_grpo.models import hf_tokenizer
