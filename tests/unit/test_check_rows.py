@@ -133,7 +133,8 @@ def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("error")
+# What other tests have left to the garbage collector is not theirs.
+@pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_tests_that_a_program_can_pass() -> None:
     """Without setup, with one that the config fixes, called by name; warnings are no errors."""
     plain = {name: CODE_ROW[name] for name in ("test", "entry_point")}

@@ -36,7 +36,8 @@ def test_the_filter(keys, rewards, passes):
     assert found.tolist() == [passes]
 
 
-@pytest.mark.filterwarnings("error")
+# What other tests have left to the garbage collector is not theirs.
+@pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("aggregation", get_args(RewardAggregation))
 @pytest.mark.parametrize("normalization", get_args(Advantage))
 def test_advantages_are_those_of_the_groups_that_are_kept(normalization, aggregation):
