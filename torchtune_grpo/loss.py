@@ -91,9 +91,9 @@ def make_loss(node: DictConfig) -> Loss:
             f"loss._component_={node._component_}: it has no {', '.join(missing)}; "
             "docs/extending.md says what a loss is."
         )
-    returned: Any = None
+    returned: object = None
     values, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
-    given: dict[str, Any] = {"old_logprobs": None, "ref_logprobs": values.detach()}
+    given: dict[str, object] = {"old_logprobs": None, "ref_logprobs": values.detach()}
     given |= {"entropy": values, "advantages": torch.tensor([1.0, -1.0]), "corrections": None}
     with suppress(Exception):  # it may need a GPU
         returned = loss(logprobs=values, weights=mask / 6, response_mask=mask, **given)

@@ -77,7 +77,7 @@ class Plan:
         self.changes += [] if sign.override is None else [sign.override]
 
 
-def make_plan(given: DictConfig, objects: Mapping[str, Any] | None = None) -> Plan:
+def make_plan(given: DictConfig, objects: Mapping[str, object] | None = None) -> Plan:
     """Plan a config's run, and write ``output_dir/plan.json``; ``objects`` are those of ``Run``."""
     start = time.perf_counter()
     folder = Path(given.output_dir).expanduser()

@@ -80,7 +80,7 @@ class Run:
         cfg: DictConfig,
         table: type[GRPOConfig] = GRPOConfig,
         *,
-        objects: Mapping[str, Any] | None = None,
+        objects: Mapping[str, object] | None = None,
     ) -> None:
         self.given = cfg.copy()
         OmegaConf.set_readonly(self.given, False)  # its paths are completed
@@ -220,7 +220,7 @@ class Run:
             return None
         return self.make_evaluator(self.eval_dataset)
 
-    def items_of(self, prompts: Sequence[Any]) -> list[Item]:
+    def items_of(self, prompts: Sequence[object]) -> list[Item]:
         """Turn prompts from outside the data set into items like its own."""
         items = [self.dataset.item(prompt, index) for index, prompt in enumerate(prompts)]
         self._check_prompts("prompts", items)

@@ -63,7 +63,7 @@ class Completion:
     # stop_token, stop_string, length or deadline; of a conversation, one of its STOPS
     ended: str = ""
     kind: str = ""  # name of the environment that answered
-    environment: Any = None  # what rewards get as one of ``environments``
+    environment: object = None  # what rewards get as one of ``environments``
     reward: float | None = None  # the environment's own; None = it has none
     has_tools: bool = False
     turns: int = 1
@@ -86,7 +86,9 @@ class Completion:
     def __str__(self) -> str:
         return self.text
 
-    def __getstate__(self) -> dict[str, Any]:  # for other ranks, which cannot use the environment
+    def __getstate__(
+        self,
+    ) -> dict[str, object]:  # for other ranks, which cannot use the environment
         return {**vars(self), "environment": None}
 
 
@@ -125,7 +127,7 @@ class Trajectory:
     behaviour_logprobs: Tensor  # [N, L]
     prompts: list[Prompt]  # N
     completions: list[Completion]  # N
-    columns: dict[str, list[Any]]  # the data set's other columns, N values each
+    columns: dict[str, list[object]]  # the data set's other columns, N values each
     advantages: Tensor | None = None  # [N]; None = not scored
     ref_logprobs: Tensor | None = None  # [N, L]; None = no KL term
     teacher_logprobs: Tensor | None = None  # [N, L]; None = no teacher

@@ -72,11 +72,11 @@ class Checkpoints:
         return config.instantiate(self._node, output_dir=staging, **overrides)
 
     @cached_property
-    def _run_config(self) -> dict[str, Any]:
+    def _run_config(self) -> dict[str, object]:
         values = resume.run_config(self._cfg, base_files=self._checkpointer._checkpoint_paths)
         return {**values, **self._digests}
 
-    def base_weights(self) -> dict[str, Any]:
+    def base_weights(self) -> dict[str, object]:
         """Return the weights to start from, with torchtune's names and Hugging Face's row order."""
         return load_weights(self._checkpointer, self._node)
 
@@ -154,7 +154,12 @@ class Checkpoints:
         return state
 
     def save(
-        self, model: nn.Module, training_state: Mapping[str, Any], *, step: int, results: str = ""
+        self,
+        model: nn.Module,
+        training_state: Mapping[str, object],
+        *,
+        step: int,
+        results: str = "",
     ) -> Path:
         """Write ``step_<n>`` beside the others and rename it into place when it is complete.
 
@@ -233,7 +238,7 @@ class Checkpoints:
         folder: Path,
         model: nn.Module,
         weights: Mapping[str, Tensor],
-        training_state: Mapping[str, Any],
+        training_state: Mapping[str, object],
         step: int,
         results: str,
     ) -> None:
@@ -286,7 +291,7 @@ class Checkpoints:
         shutil.rmtree(written)
 
 
-def check_state(key: str, state: Mapping[str, Any]) -> None:
+def check_state(key: str, state: Mapping[str, object]) -> None:
     """Raise a ValueError if a checkpoint with the ``state`` of this key could not be read back."""
     file = BytesIO()
     try:
@@ -353,6 +358,8 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _config_of(checkpoint: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((checkpoint / RUN_CONFIG_FILE).read_text(encoding="utf-8"))
+def _config_of(checkpoint: Path) -> dict[str, object]:
+    config: dict[str, object] = json.loads(
+        (checkpoint / RUN_CONFIG_FILE).read_text(encoding="utf-8")
+    )
     return config

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder
 from torchtune_grpo.checkpoint.resume import HIDDEN
@@ -79,7 +78,7 @@ class ModelCard:
     weights, or an adapter in PEFT's format, or both; the adapter's base may be quantized.
     """
 
-    config: Mapping[str, Any]  # by dotted key
+    config: Mapping[str, object]  # by dotted key
     results: str  # what training has changed
     step: int
     base: str

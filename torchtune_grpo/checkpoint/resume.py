@@ -52,7 +52,7 @@ HIDDEN = "... (sha256 "  # begins the digest of a secret
 _FROM_CONFIG = (*HYPERPARAMETERS, "initial_lr")  # the scheduler's name for the config's lr
 
 
-def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str, Any]:
+def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str, object]:
     """Return a config as plain values by dotted key; ``base_files`` hold the weights to start from.
 
     If a key must not change, a file is given by its name and digest, so that it may move, and so
@@ -70,7 +70,7 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     if isinstance(parts := cfg.dataset.get("datasets"), Mapping):
         order = {"datasets in order": ", ".join(map(str, parts))}
         values["dataset"] = {**cfg.dataset, **order}
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for key, value in flat(values).items():
         if value is not None:
             result |= _identity(key, value) if _is_fixed(key, FIXED) else {key: _hidden(key, value)}
@@ -79,7 +79,7 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     return result
 
 
-def _code(key: str, dotpath: Any) -> dict[str, str]:
+def _code(key: str, dotpath: object) -> dict[str, str]:
     """Return the digest of the user's file in which a reward, an environment or a tool is."""
     module = str(dotpath).rpartition(".")[0]
     if not _is_below(key, ("rewards", "environment", "tools")) or not module:
@@ -93,12 +93,14 @@ def _code(key: str, dotpath: Any) -> dict[str, str]:
     return {}
 
 
-def edited_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def edited_code(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """Return the names of the user's files whose text differs."""
     return [key.removeprefix(CODE) for key in changed_keys(old, new) if key.startswith(CODE)]
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_keys(
+    old: Mapping[str, object], new: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
     """Return the keys that differ between two configs, with the old and the new value.
 
     What is no key of a config, such as the digest of a folder, is compared if both have it.
@@ -110,8 +112,8 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def refuse_changes(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
+    old: Mapping[str, object],
+    new: Mapping[str, object],
     fixed: Sequence[str],
     *,
     checkpoint: Path,
@@ -142,7 +144,7 @@ def _hidden(key: str, value: Any) -> Any:
     return f"{HIDDEN}{hashlib.sha256(value.encode()).hexdigest()[:16]})"
 
 
-def _identity(key: str, value: Any) -> dict[str, Any]:
+def _identity(key: str, value: object) -> dict[str, object]:
     """Return a path's name, with a digest if it is a file; other values go to ``_hidden``."""
     if isinstance(value, str) and _is_below(key, ("dataset",)) and has_magic(value):
         return {key: value, f"{key} files": _digest_of(map(Path, glob(value, recursive=True)))}
@@ -170,7 +172,7 @@ def whole_on_first_rank(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Every rank has to call it.
     """
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, DTensor):
             # A collective: in the same order on all ranks.
@@ -197,7 +199,7 @@ def _is_low_bit(local: Tensor) -> bool:
     return hasattr(local, "block_size")  # torchao's 8-bit, 4-bit and float8 states
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the optimizer's state with whole tensors; all ranks but the first get no tensors.
 
     Every rank has to call it.
@@ -241,7 +243,7 @@ def restore_optimizer(
 
 def _like_parameter(
     optimizer: torch.optim.Optimizer, name: str, value: Any, parameter: Tensor
-) -> Any:
+) -> object:
     """Shard a whole state tensor like its parameter, and quantize it if the optimizer does."""
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value

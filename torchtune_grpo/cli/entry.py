@@ -30,7 +30,7 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """
 
     @functools.wraps(recipe_main)
-    def main() -> Any:
+    def main() -> object:
         parser = argparse.ArgumentParser(description=recipe_main.__doc__)
         parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
         args, overrides = parser.parse_known_args()

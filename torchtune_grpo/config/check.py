@@ -61,7 +61,7 @@ def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  #
     return settings
 
 
-def _check_changes(key: str, changes: Mapping[str, Any]) -> None:
+def _check_changes(key: str, changes: Mapping[str, object]) -> None:
     """Check the sampling parameters that a mapping changes."""
     try:
         read(SamplingParams, {"max_generated_tokens": 1, **changes})
@@ -74,7 +74,7 @@ def _with_home(key: str, value: Any) -> Any:
     return os.path.expanduser(value) if is_path else value
 
 
-def _resolved(cfg: DictConfig) -> dict[str, Any]:
+def _resolved(cfg: DictConfig) -> dict[str, object]:
     """Return the config's values with every ``${...}`` resolved, without those still ``???``."""
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -89,7 +89,7 @@ def _resolved(cfg: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value != "???"}
 
 
-def read(table: type[Table], values: Mapping[str, Any]) -> Table:
+def read(table: type[Table], values: Mapping[str, object]) -> Table:
     """Read a table from plain values; raises a ConfigError with a sentence for each mistake."""
     try:
         return table.model_validate(values)
@@ -120,16 +120,16 @@ def _mistakes(error: Mapping[str, Any], table: type[Keys], values: Mapping[str, 
     return [f"{sentence(key, value, error)}{meaning}"]
 
 
-def sentence(key: str, value: Any, error: Mapping[str, Any]) -> str:
+def sentence(key: str, value: object, error: Mapping[str, object]) -> str:
     """Say what pydantic has found wrong with a key's value."""
     return f"{key}={value!r}: {_message(error)}."
 
 
-def _message(error: Mapping[str, Any]) -> str:
+def _message(error: Mapping[str, object]) -> str:
     return str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the keys below a key that is a mapping, such as verl's ``data.train_files``."""
     if isinstance(value, Mapping) and value and "_component_" not in value:
         for name, inner in value.items():
@@ -146,7 +146,7 @@ def key_paths(table: type[Keys], prefix: str = "") -> Iterator[tuple[str, FieldI
             yield from key_paths(field.annotation, f"{prefix}{name}.")
 
 
-def did_you_mean(key: str, *, table: type[Keys], values: Mapping[str, Any]) -> str:
+def did_you_mean(key: str, *, table: type[Keys], values: Mapping[str, object]) -> str:
     """Suggest our key for another library's, the same name elsewhere, or the most similar one."""
     name = key.rpartition(".")[2]
     known = ["algorithm", "base_config", *(path for path, _ in key_paths(table))]
@@ -272,7 +272,9 @@ def _misfits(
         elif value is not parameter.default:
             kind: Any = parameter.annotation
             try:
-                adapter = TypeAdapter[Any](Any if kind is parameter.empty else kind, config=adapted)
+                adapter = TypeAdapter[object](
+                    object if kind is parameter.empty else kind, config=adapted
+                )
                 adapter.validate_python(value, strict=not isinstance(value, list))
             except ValidationError as error:
                 yield sentence(key, value, error.errors()[0])
@@ -280,7 +282,7 @@ def _misfits(
                 pass
 
 
-def parameters(dotpath: Any) -> dict[str, inspect.Parameter] | None:
+def parameters(dotpath: object) -> dict[str, inspect.Parameter] | None:
     """Return a component's parameters; None if it cannot be imported or has no signature."""
     try:
         component = _get_component_from_path(dotpath)

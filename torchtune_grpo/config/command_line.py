@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -147,7 +146,7 @@ def apply_override(cfg: DictConfig, override: str) -> None:
         raise ValueError(f"{override}: cannot be applied to the config: {why}") from error
 
 
-def set_key(cfg: DictConfig, key: str, value: Any) -> None:
+def set_key(cfg: DictConfig, key: str, value: object) -> None:
     """Set a dotted key; a string in place of a component names another component.
 
     The new one keeps those of the old one's arguments that it takes, and a reward or an environment
@@ -189,7 +188,7 @@ def _drop_arguments(node: DictConfig, change: str) -> None:
         log.warning(f"{change}: does not take {', '.join(dropped)}, which the config had set.")
 
 
-def _value(key: str, text: str) -> Any:
+def _value(key: str, text: str) -> object:
     """Read a value as YAML does, but ``None`` as null, and a text with a colon or a # as text."""
     if text == "None":
         return None

@@ -33,14 +33,14 @@ def visible(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def is_secret(key: str, value: Any) -> bool:
+def is_secret(key: str, value: object) -> bool:
     """Whether a config's value is a secret, by its key; ``${oc.env:NAME}`` only names one."""
     name = re.sub(r"(\.\d+)*$", "", key).rpartition(".")[2]
     is_text = isinstance(value, str) and not value.startswith("${")
     return is_text and _SECRET.fullmatch(name) is not None
 
 
-def map_values(change: Callable[[str, Any], Any], value: Any, key: str = "") -> Any:
+def map_values(change: Callable[[str, object], object], value: object, key: str = "") -> object:
     """Return nested dicts and lists with each leaf replaced by ``change(key, value)``."""
     if isinstance(value, dict):
         return {name: map_values(change, item, str(name)) for name, item in value.items()}
@@ -49,7 +49,7 @@ def map_values(change: Callable[[str, Any], Any], value: Any, key: str = "") -> 
     return change(key, value)
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: object, prefix: str = "") -> dict[str, object]:
     """Return the leaves of nested mappings and lists by dotted key, as on the command line."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = dict(enumerate(value))
@@ -58,7 +58,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name in value for k, v in flat(value[name], f"{prefix}{name}.").items()}
 
 
-def without_secrets(value: Any, key: str = "") -> Any:
+def without_secrets(value: object, key: str = "") -> object:
     """Return a config's nested values with ``...`` in place of secrets."""
     return map_values(lambda key, text: "..." if is_secret(key, text) else text, value, key)
 
@@ -147,7 +147,7 @@ def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
     return _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     try:
         return str.__str__(str(value))
     except Exception:

@@ -44,7 +44,7 @@ class BadRow(ValueError):
     """A row that cannot be used, and why."""
 
 
-def check_text(value: Any, name: str) -> str:
+def check_text(value: object, name: str) -> str:
     """Return a text that is usable as a prompt or as a message's content."""
     if not isinstance(value, str):
         raise BadRow(f"{name} is not text: {shortened(repr(value))}")
@@ -79,7 +79,7 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def from_sharegpt(turns: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+def from_sharegpt(turns: Sequence[object]) -> tuple[Sequence[object], object]:
     """Return ShareGPT's turns as messages, and apart from them the reply that they end in, if any.
 
     Other turns stay as they are.
@@ -267,7 +267,7 @@ class PromptEncoder:
         self._prefill_tokens = self._tokenizer.encode(prefill, **options) if prefill else []
 
 
-def marked_message(turn: ChatMessage, pattern: re.Pattern[str] | None) -> dict[str, Any]:
+def marked_message(turn: ChatMessage, pattern: re.Pattern[str] | None) -> dict[str, object]:
     """Cut all texts of a message where a pattern is found."""
     return marked(dict(turn), pattern) | {"role": turn["role"]}
 

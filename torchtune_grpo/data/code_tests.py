@@ -52,7 +52,9 @@ def unit_test(*, test: Any, entry_point: Any = None, setup: Any = "", **columns:
     return Exam(name, setup, test, tuple(other for other in called if other != name))
 
 
-def output_test(*, tests: Any, fn_name: Any = None, setup: str = "", **columns: Any) -> Exam:
+def output_test(
+    *, tests: object, fn_name: object = None, setup: str = "", **columns: object
+) -> Exam:
     """Read a row whose tests are inputs and outputs; raises ValueError if the row is unusable."""
     try:
         cases, name = _cases(tests, fn_name)
@@ -182,7 +184,7 @@ def _decompressed(tests: str) -> str:
 class _TextUnpickler(pickle.Unpickler):
     """Unpickler that refuses every class and function, so that nothing runs."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         raise ValueError(f"a pickle of text has no {module}.{name}")
 
 

@@ -30,7 +30,7 @@ from torchtune_grpo.data.chat import (
 from torchtune_grpo.data.load import as_sequence, digest, load_rows, origin
 from torchtune_grpo.trajectory import Prompt
 
-Row = Mapping[str, Any]
+Row = Mapping[str, object]
 
 log = get_logger("INFO")
 
@@ -44,7 +44,7 @@ class Item(TypedDict):
     index: int  # position in the data set
     tokens: Sequence[int]  # of the prompt, prefill included
     prompt: Prompt
-    columns: dict[str, Any]
+    columns: dict[str, object]
 
 
 # Items -> by position, what is wrong with those that are judged, or None. If it raises a ValueError
@@ -73,7 +73,7 @@ class PromptData(Protocol):
 
     def __getitem__(self, index: int, /) -> Item: ...
 
-    def item(self, prompt: Any, index: int) -> Item:
+    def item(self, prompt: object, index: int) -> Item:
         """Make an item of a prompt that is not in the data."""
         ...
 
@@ -114,7 +114,7 @@ class RLDataset(Dataset[Item]):
         num_samples: int | None = None,  # number of usable rows to take, from the first on
         split: str = "train",
         data_files: Any = None,  # paths, or split -> paths
-        **load_dataset_kwargs: Any,
+        **load_dataset_kwargs: object,
     ) -> None:
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples={num_samples}: give 1 or more, or null for all rows.")
@@ -141,7 +141,7 @@ class RLDataset(Dataset[Item]):
         other._open(*_load(source, rows))
         return other
 
-    def item(self, prompt: Any, index: int) -> Item:
+    def item(self, prompt: object, index: int) -> Item:
         try:
             filled = self._fill({self._prompt_column: prompt})
         except KeyError as error:
@@ -267,7 +267,7 @@ class RLDataset(Dataset[Item]):
             index=number, tokens=tokens, prompt=self.encoder.prompt(prompt), columns=columns
         )
 
-    def _transformed(self, row: Any) -> Row:
+    def _transformed(self, row: object) -> Row:
         if not isinstance(row, Mapping):
             raise BadRow(f"it has no columns: {shortened(repr(row))}")
         try:
@@ -306,7 +306,7 @@ class RLDataset(Dataset[Item]):
             )
         return sources
 
-    def _fill(self, row: Row) -> str | list[dict[str, Any]]:
+    def _fill(self, row: Row) -> str | list[dict[str, object]]:
         """Fill in the template, or return a row's messages as they are."""
         if "prompt" in self._fields:
             prompt = _field(row, self._prompt_column)
@@ -320,7 +320,7 @@ class RLDataset(Dataset[Item]):
 
 
 def _load(
-    source: str | None, rows: Iterable[Row] | None, *, split: str = "train", **options: Any
+    source: str | None, rows: Iterable[Row] | None, *, split: str = "train", **options: object
 ) -> tuple[Iterable[Row], str]:
     """Return the rows of a source, or those given, and the name of their origin."""
     given = {key: value for key, value in options.items() if value is not None}
@@ -333,11 +333,11 @@ def _load(
     return rows, "rows"
 
 
-def _field(row: Row, path: str) -> Any:
+def _field(row: Row, path: str) -> object:
     """Return a column's value, or one nested in it: ``reward_model.ground_truth``."""
     if path in row:
         return row[path]
-    value: Any = row
+    value: object = row
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
             raise BadRow(f"it has no {path!r}")
@@ -358,7 +358,7 @@ def template_fields(template: str) -> set[str]:
     return fields
 
 
-class _Lines(list[Any]):
+class _Lines(list[object]):
     """A list that a template writes line by line; as ``{name:, }``, with commas between."""
 
     def __format__(self, separator: str) -> str:
@@ -381,7 +381,7 @@ class PromptBatch:
     tokens: list[list[int]]
     indices: list[int]  # positions in the data set: ``dataset[indices[b]]`` is prompt b
     prompts: list[Prompt]
-    columns: dict[str, list[Any]]  # B values each
+    columns: dict[str, list[object]]  # B values each
     # How often each prompt came earlier in this step, on any rank: each use gets its own noise.
     uses: list[int]
     step_indices: list[int]  # positions among the step's prompts of all ranks, ascending

@@ -40,7 +40,7 @@ _SPLITS = ("train", "test", "validation")  # names for data without splits, besi
 
 
 def load_rows(
-    source: str, *, split: str = "train", data_files: Any = None, **options: Any
+    source: str, *, split: str = "train", data_files: object = None, **options: object
 ) -> Iterable[Any]:
     """Load the rows of one split; files without named splits are that split, whatever its name."""
     try:
@@ -62,7 +62,7 @@ def as_sequence(rows: Any, num_samples: int | None) -> Sequence[Any]:
     return rows if is_sequence else [*islice(rows, num_samples)]
 
 
-def origin(source: str, data_files: Any) -> str:
+def origin(source: str, data_files: object) -> str:
     """Name where rows come from, as the config does."""
     return f"source={source!r}" + ("" if data_files is None else f", data_files={data_files!r}")
 
@@ -104,7 +104,7 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
     return load_dataset(file_format, split=split, data_files=files, **options)
 
 
-def _named(data: Any, name: str) -> Mapping[str, Any]:
+def _named(data: object, name: str) -> Mapping[str, object]:
     """Return data by split; those without splits are one of any name that is not misspelt."""
     if isinstance(data, Mapping):
         return data
@@ -120,7 +120,7 @@ def _check_hub(source: str) -> None:
         with suppress(Exception):
             answers.append(get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS))
 
-    answers: list[Any] = []
+    answers: list[object] = []
     asking = Thread(target=ask, daemon=True)  # looking up a name cannot be given a limit
     asking.start()
     asking.join(_HUB_SECONDS)
@@ -131,7 +131,7 @@ def _check_hub(source: str) -> None:
         )
 
 
-class _JsonRows(Sequence[Any]):
+class _JsonRows(Sequence[object]):
     """Rows kept as JSON text: parsed, a million of them would take gigabytes.
 
     Columns that a row lacks are None. `datasets` is not used: it would turn a text such as
@@ -142,7 +142,7 @@ class _JsonRows(Sequence[Any]):
         self._texts: list[bytes] = []
         self._names: dict[str, None] = {}
 
-    def add(self, row: Any, text: str | None = None) -> None:
+    def add(self, row: object, text: str | None = None) -> None:
         self._texts.append((json.dumps(row) if text is None else text).encode())
         if isinstance(row, dict) and row.keys() - self._names:
             self._names |= dict.fromkeys(row)
@@ -162,7 +162,9 @@ def _select(tables: Mapping[str, Any], split: str) -> Any:
     return ConcatDataset(Subset(tables[p.splitname], range(p.from_, p.to)) for p in parts)
 
 
-def _read_json(paths: Any, *, encoding: str = "utf-8-sig", field: str | None = None) -> _JsonRows:
+def _read_json(
+    paths: object, *, encoding: str = "utf-8-sig", field: str | None = None
+) -> _JsonRows:
     """Read files of JSON lines, or of one JSON list, which may be a ``field`` of the file."""
     rows = _JsonRows()
     for opened in fsspec.open_files(paths, "rt", compression="infer", encoding=encoding):
@@ -186,7 +188,12 @@ def _read_json(paths: Any, *, encoding: str = "utf-8-sig", field: str | None = N
 
 
 def _check_csv(
-    paths: Any, *, sep: str = ",", quotechar: str = '"', encoding: str = "utf-8-sig", **others: Any
+    paths: object,
+    *,
+    sep: str = ",",
+    quotechar: str = '"',
+    encoding: str = "utf-8-sig",
+    **others: object,
 ) -> None:
     """Refuse records with more or fewer fields than the header, as pandas shifts or fills them."""
     if others.keys() - {"keep_default_na", "streaming"}:  # then it is for pandas to read them
@@ -214,6 +221,6 @@ def digest(rows: Any) -> str:
     return f"in memory (sha256 {found.hexdigest()[:16]})"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return what stands for a value in a digest: without its address, which a run changes."""
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))

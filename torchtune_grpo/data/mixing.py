@@ -30,7 +30,7 @@ class MixedDataset(Dataset[Item]):
     """
 
     def __init__(
-        self, tokenizer: ModelTokenizer, *, datasets: Mapping[str, Mapping[str, Any]]
+        self, tokenizer: ModelTokenizer, *, datasets: Mapping[str, Mapping[str, object]]
     ) -> None:
         if not datasets:
             raise ValueError("datasets: there is none; give components by name.")
@@ -75,7 +75,7 @@ class MixedDataset(Dataset[Item]):
     def digest(self) -> str:
         return digest(part.digest for part in self.parts.values())
 
-    def item(self, prompt: Any, index: int) -> Item:
+    def item(self, prompt: object, index: int) -> Item:
         return self._first.item(prompt, index)
 
     def alike(self, *, source: str | None = None, rows: Iterable[Row] | None = None) -> RLDataset:

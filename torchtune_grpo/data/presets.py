@@ -65,7 +65,7 @@ def gsm8k_dataset(
     return RLDataset(tokenizer, transform=_gsm8k_row, **options)
 
 
-def _gsm8k_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _gsm8k_row(row: Mapping[str, object]) -> dict[str, object]:
     worked, mark, gold = str(row["answer"]).rpartition("#### ")
     gold = gold.replace(",", "").strip()
     if not (mark and gold):
@@ -93,7 +93,7 @@ def humaneval_dataset(
     return RLDataset(tokenizer, transform=_humaneval_row, **options)
 
 
-def _humaneval_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _humaneval_row(row: Mapping[str, object]) -> dict[str, object]:
     # The solution stays out, so that no reward and no log can show it.
     kept = {name: row[name] for name in ("task_id", "prompt", "entry_point", "test")}
     return {**kept, "setup": row["prompt"]}
@@ -159,7 +159,7 @@ def number_dataset(
     return RLDataset(tokenizer, rows=different, prompt_column="question", **options)
 
 
-def _split_of(canonical: list[Any]) -> Split:
+def _split_of(canonical: list[object]) -> Split:
     """Return the split of a problem, given in a form that does not depend on any order."""
     digest = hashlib.blake2b(repr(canonical).encode(), digest_size=8).digest()
     return "test" if int.from_bytes(digest, "big") < TEST_SHARE * 2**64 else "train"
@@ -167,9 +167,9 @@ def _split_of(canonical: list[Any]) -> Split:
 
 def _different(
     drawn: Iterable[tuple[list[Any], dict[str, Any]]], *, task: str, split: Split, num_samples: int
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Take a split's first rows whose questions differ; each comes with what decides its split."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, object]] = {}
     for canonical, row in drawn:
         if _split_of(canonical) == split:
             rows[row["question"]] = row
@@ -194,7 +194,7 @@ def reasoning_gym_dataset(
     split: Split,
     num_samples: int,
     seed: int = 0,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     **options: Any,
 ) -> RLDataset:
     """A task of reasoning-gym (arXiv:2505.24760) with its own ``settings``.

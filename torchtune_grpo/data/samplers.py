@@ -43,10 +43,10 @@ class Sampler(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Metrics that each step logs."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return everything that is not given, for a checkpoint."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Continue from a checkpoint."""
 
 
@@ -98,11 +98,11 @@ class ShuffledSampler:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         fixed = ("_size", "_seed", "_shuffle")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         vars(self).update(state)
 
 
@@ -167,7 +167,7 @@ class MixedSampler(ShuffledSampler):
         found = {f"sampler/pass_rate/{name}": fmean(rates) for name, rates in named if rates}
         return found | ({"sampler/stage": float(self._stage)} if len(self._shares) > 1 else {})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         names = ("_drawn", "_counts", "_steps", "_since", "_pass_rates")
         return {name: getattr(self, name) for name in names}
 

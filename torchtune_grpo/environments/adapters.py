@@ -34,7 +34,7 @@ class Turn(NamedTuple):
     """A turn of the policy, with the calls of tools in it."""
 
     text: str
-    calls: Sequence[Mapping[str, Any]] = ()  # as in a message's tool_calls; or with an error
+    calls: Sequence[Mapping[str, object]] = ()  # as in a message's tool_calls; or with an error
     is_closed: bool = False  # it ended with a stop token
     is_last: bool = False  # the policy has no other
 
@@ -55,7 +55,7 @@ class UserCodeError(ObjectError):
 
 
 @contextmanager
-def naming(method: str, function: Callable[..., Any]) -> Iterator[None]:
+def naming(method: str, function: Callable[..., object]) -> Iterator[None]:
     """Turn what a method raises, even SystemExit, into a UserCodeError."""
     try:
         yield
@@ -66,7 +66,7 @@ def naming(method: str, function: Callable[..., Any]) -> Iterator[None]:
         raise UserCodeError(f"{method}() raised {describe(error)}{place}") from error
 
 
-def _place(error: BaseException, function: Callable[..., Any]) -> str:
+def _place(error: BaseException, function: Callable[..., object]) -> str:
     """Return the file and line that raised an error: the user's, or else a library's, or else where
     a function begins."""
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
@@ -92,7 +92,7 @@ class Adapter:
     ) -> None:
         self.environment, self._tools, self._wait = environment, tools, wait
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+    def reset(self, row: Mapping[str, object], seed: int) -> str | None:
         """Begin a conversation about a row; return what is added to its prompt."""
         if self.environment is None:
             return None
@@ -113,7 +113,7 @@ class Adapter:
             value = self._wait(get_reward())
             return None if value is None else float(value)
 
-    def look(self, name: str) -> tuple[str, Any]:
+    def look(self, name: str) -> tuple[str, object]:
         """Return an attribute as a value, or else what it is: a method, missing, not plain."""
         try:
             value = getattr(self.environment, name)
@@ -123,7 +123,9 @@ class Adapter:
             return ("async method" if inspect.iscoroutinefunction(value) else "method"), None
         return _if_plain(value)
 
-    def use(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+    def use(
+        self, name: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[str, object]:
         """Call any method for a reward, and return its value like an attribute's."""
         method = getattr(self.environment, name)
         with naming(name, method):
@@ -135,7 +137,7 @@ class Adapter:
             self._wait(close())
 
 
-def _if_plain(value: Any) -> tuple[str, Any]:
+def _if_plain(value: object) -> tuple[str, object]:
     try:
         dump(value)
     except NotPlain:
@@ -189,7 +191,7 @@ class StepAdapter(Adapter):
                 return Reply(ended="done", reward=reward)
             return self._reply(seen, turn, reward)
 
-    def _reply(self, seen: Any, turn: Turn, reward: float) -> Reply:
+    def _reply(self, seen: object, turn: Turn, reward: float) -> Reply:
         return Reply(_messages(seen), reward=reward)
 
 
@@ -201,7 +203,7 @@ class InlineAdapter(StepAdapter):
 
     role = None
 
-    def _reply(self, seen: Any, turn: Turn, reward: float) -> Reply:
+    def _reply(self, seen: object, turn: Turn, reward: float) -> Reply:
         text = "".join(each["content"] for each in _messages(seen))
         is_over = (turn.is_closed or not text) and not turn.is_last
         return Reply(text=text, reward=reward, ended="answered" if is_over else None)
@@ -219,9 +221,9 @@ class Recipe(NamedTuple):
     """What an adapter is made of; a dotpath stands for a class or function to be imported."""
 
     adapter: type[Adapter]
-    component: str | Callable[..., Any] | None  # makes the user's object
-    arguments: Mapping[str, Any]  # of the component
-    functions: Mapping[str, str | Callable[..., Any]]  # tools by their names
+    component: str | Callable[..., object] | None  # makes the user's object
+    arguments: Mapping[str, object]  # of the component
+    functions: Mapping[str, str | Callable[..., object]]  # tools by their names
     methods: Sequence[str] = ()  # of the user's object that are tools
 
     @property

@@ -17,7 +17,7 @@ from torchtune_grpo.trajectory import ChatMessage, message
 
 # The text of a turn, and the names of the tools -> the text around its calls, and the calls as JSON
 # gives them; of a call that is not JSON, its text.
-Parser = Callable[[str, Container[str]], tuple[str, list[Any]]]
+Parser = Callable[[str, Container[str]], tuple[str, list[object]]]
 
 MALFORMED = "This is not a well-formed call: it has a tool's name, and arguments by their names."
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
@@ -40,16 +40,16 @@ _OTHERS = {
 }
 
 
-def _hermes(text: str, names: Container[str]) -> tuple[str, list[Any]]:
+def _hermes(text: str, names: Container[str]) -> tuple[str, list[object]]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen 2.5 and 3 write it."""
     content, calls = _cut_out(_HERMES, text, "</tool_call>")
     return content, [_json(call.strip()) for call in calls]
 
 
-def _llama(text: str, names: Container[str]) -> tuple[str, list[Any]]:
+def _llama(text: str, names: Container[str]) -> tuple[str, list[object]]:
     """``{"name": ..., "parameters": {...}}`` of a known tool, as Llama 3.1 and 3.2 write it."""
     found = [each for each in _LLAMA.finditer(text) if each["name"] in names]
-    content, end, calls = "", 0, list[Any]()
+    content, end, calls = "", 0, list[object]()
     for this, following in zip_longest(found, found[1:]):
         if this.start() < end:  # within another's arguments
             continue
@@ -64,10 +64,10 @@ def _llama(text: str, names: Container[str]) -> tuple[str, list[Any]]:
     return content + text[end:].lstrip("; \n") if calls else text, calls
 
 
-def _gemma(text: str, names: Container[str]) -> tuple[str, list[Any]]:
+def _gemma(text: str, names: Container[str]) -> tuple[str, list[object]]:
     """``<|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>``, as Gemma 4 writes it."""
 
-    def arguments(written: str) -> Any:
+    def arguments(written: str) -> object:
         # Every second piece is a text; the keys between them have no quotes.
         pieces = written.split(_GEMMA_QUOTE)
         pieces[::2] = [re.sub(r"([{,]\s*)(\w+)\s*:", r'\1"\2":', piece) for piece in pieces[::2]]
@@ -85,7 +85,7 @@ def _cut_out(pattern: re.Pattern[str], text: str, end: str) -> tuple[str, list[A
     return pattern.sub("", closed + end) + (rest.lstrip() if end else rest), found
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> object:
     """Return what a text says in JSON, or else the text."""
     try:
         return json.loads(text)

@@ -33,7 +33,7 @@ class _Turns:
     def __init__(self) -> None:
         self._free = threading.Condition()
         self._holder: ThreadHost | None = None
-        self._outside: dict[str, Any] = {}
+        self._outside: dict[str, object] = {}
 
     def take(self, host: ThreadHost) -> None:
         with self._free:
@@ -51,7 +51,7 @@ class _Turns:
                 self._free.notify_all()
 
 
-def _states() -> dict[str, Any]:
+def _states() -> dict[str, object]:
     """Return the states of the global generators, as far as they are imported."""
     states: dict[str, Any] = {"random": random.getstate()}
     if hasattr(sys.modules.get("numpy"), "random"):
@@ -76,9 +76,9 @@ _turns = _Turns()
 class _Call:
     """A call of a host's thread; ``begun`` is set when it has its turn."""
 
-    def __init__(self, method: str, arguments: Sequence[Any]) -> None:
+    def __init__(self, method: str, arguments: Sequence[object]) -> None:
         self.method, self.arguments = method, arguments
-        self.begun, self.result = threading.Event(), Future[Any]()
+        self.begun, self.result = threading.Event(), Future[object]()
 
 
 class ThreadHost:
@@ -94,7 +94,7 @@ class ThreadHost:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._is_closing = self._is_lost = False
-        self.states: dict[str, Any] = {}  # of its generators
+        self.states: dict[str, object] = {}  # of its generators
 
     @property
     def is_over(self) -> bool:
@@ -102,7 +102,7 @@ class ThreadHost:
         return self._is_lost or (self._is_closing and not self._thread.is_alive())
 
     @property
-    def environment(self) -> Any:
+    def environment(self) -> object:
         """The user's object."""
         return None if self._adapter is None else self._adapter.environment
 
@@ -139,7 +139,7 @@ class ThreadHost:
             with suppress(BaseException):
                 self._adapter.close()
 
-    def _wait(self, value: Any) -> Any:
+    def _wait(self, value: object) -> object:
         """Wait for what is awaitable, while others have their turns."""
         if not inspect.isawaitable(value):
             return value

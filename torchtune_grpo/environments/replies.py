@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
 
 from torchtune_grpo.data.chat import marked, marked_message, names_pattern
 from torchtune_grpo.models.tokenizer import HFTokenizer
@@ -63,7 +62,7 @@ class ReplyEncoder:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_bos=False, add_eos=False)
 
-    def _turns(self, name: str | None) -> list[dict[str, Any]]:
+    def _turns(self, name: str | None) -> list[dict[str, object]]:
         """Return a question and a turn; ``name`` is of a tool that it calls."""
         turn = message("assistant", self._answer)
         if name is not None:

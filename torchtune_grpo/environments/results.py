@@ -9,7 +9,7 @@ from typing import Any
 _PARTS = ("text", "image", "image_url", "audio", "video")  # values of "type"
 
 
-def step_result(value: Any) -> tuple[Any, float, bool]:
+def step_result(value: object) -> tuple[object, float, bool]:
     """Read observation, reward and whether the conversation is over from what ``step`` returned.
 
     That is a tuple of three, gym's of four, gymnasium's of five, an object or a mapping
@@ -32,7 +32,9 @@ def step_result(value: Any) -> tuple[Any, float, bool]:
     )
 
 
-def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def reset_arguments(
+    reset: Callable[..., object], row: Mapping[str, object], seed: int
+) -> dict[str, object]:
     """Return the columns of a row that ``reset`` takes, and the seed if it names one."""
     known = inspect.signature(reset).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -40,7 +42,7 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
     return seeds | {name: value for name, value in row.items() if takes_all or name in known}
 
 
-def observation_of(value: Any) -> Any:
+def observation_of(value: object) -> object:
     """Return the observation that ``reset`` or ``step`` gave: None, a text or a list of parts."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value = value[0]  # gymnasium's info

@@ -27,7 +27,7 @@ class Kind:
 
     name: str
     recipe: Recipe
-    schemas: Sequence[Mapping[str, Any]]  # of all tools
+    schemas: Sequence[Mapping[str, object]]  # of all tools
     timeout: float
     has_reward: bool = False  # get_reward
     server: ObjectServer | None = None
@@ -88,13 +88,13 @@ class Session:
         self.kind, self.host = kind, host
 
     @property
-    def environment(self) -> Any:
+    def environment(self) -> object:
         """What rewards get: the user's object or, from another process, what stands in for it."""
         if isinstance(self.host, ThreadHost):
             return self.host.environment
         return None if self.kind.recipe.component is None else StandIn(self.host)
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+    def reset(self, row: Mapping[str, object], seed: int) -> str | None:
         """Begin a conversation about a row of the data; return what is added to its prompt.
 
         What is drawn at random until the next one depends on the seed.
@@ -116,7 +116,7 @@ class StandIn:
     def __init__(self, host: RemoteObject) -> None:
         self._host = host
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         kind, value = self._host.call("look", name)
@@ -126,14 +126,14 @@ class StandIn:
             return partial(self._use_async, name)
         return partial(self._use, name) if kind == "method" else _plain(name, kind, value)
 
-    def _use(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _use(self, name: str, *args: object, **kwargs: object) -> object:
         return _plain(f"{name}()", *self._host.call("use", name, args, kwargs))
 
-    async def _use_async(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    async def _use_async(self, name: str, *args: object, **kwargs: object) -> object:
         return self._use(name, *args, **kwargs)
 
 
-def _plain(name: str, kind: str, value: Any) -> Any:
+def _plain(name: str, kind: str, value: object) -> object:
     if kind == "not plain":
         raise TypeError(
             f"environments: {name} is a {value}, which cannot leave the environment's process; "
@@ -144,7 +144,7 @@ def _plain(name: str, kind: str, value: Any) -> Any:
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
     """Call a function in a thread of its own, which a process need not wait for when it ends."""
-    future: Future[Any] = Future()
+    future: Future[object] = Future()
 
     def run() -> None:
         try:

@@ -43,7 +43,7 @@ class Answered:
 
     index: int  # in the data set
     prompt: str
-    columns: dict[str, Any]  # what rewards know about it
+    columns: dict[str, object]  # what rewards know about it
     greedy: Answer  # decoded greedily
     samples: list[Answer]  # k of them, drawn as the keys below ``evaluation`` say
 
@@ -58,12 +58,12 @@ class Evaluation:
     seconds: float  # spent on the answers and their scores
 
     @cached_property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """What is recorded: each mean with its interval and what each prompt contributes to it.
 
         docs/reading_a_run.md describes the names.
         """
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         prompts = self._prompts()
         for name, values in prompts.items():
             known = [value for value in values if value is not None]
@@ -82,7 +82,7 @@ class Evaluation:
     def _prompts(self) -> dict[str, list[Any]]:
         """Return the values behind each mean; None for a prompt with too few scored answers."""
         reward, answered = self.reward, self.answered
-        found: dict[str, list[Any]] = {"prompt_index": [each.index for each in answered]}
+        found: dict[str, list[object]] = {"prompt_index": [each.index for each in answered]}
         found["accuracy"] = [each.greedy.scores[reward] for each in answered]
         scored = [[a for a in each.samples if a.scores[reward] is not None] for each in answered]
         values = [[answer.scores[reward] or 0.0 for answer in answers] for answers in scored]
@@ -100,7 +100,7 @@ class Evaluation:
         return found
 
 
-def compare_policies(found: Mapping[str, Evaluation], *, by: str | None) -> dict[str, Any]:
+def compare_policies(found: Mapping[str, Evaluation], *, by: str | None) -> dict[str, object]:
     """Compare evaluations ``before`` and perhaps ``after`` training, by prompt group.
 
     The groups are all prompts, and those with the same value in the column ``by``. Each holds its
@@ -112,14 +112,14 @@ def compare_policies(found: Mapping[str, Evaluation], *, by: str | None) -> dict
     if by is not None:
         for row, each in enumerate(before):
             groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
-    compared: dict[str, Any] = {}
+    compared: dict[str, object] = {}
     for name, rows in groups.items():
         graders = {found["before"].reward: _compared(found, rows)}
         compared[name] = {"prompts": len(rows), "graders": graders}
     return compared
 
 
-def _compared(found: Mapping[str, Evaluation], rows: Sequence[int]) -> dict[str, dict[str, Any]]:
+def _compared(found: Mapping[str, Evaluation], rows: Sequence[int]) -> dict[str, dict[str, object]]:
     records = {}
     for who, evaluation in found.items():
         answered = [evaluation.answered[row] for row in rows]
@@ -152,7 +152,7 @@ class Evaluator:
         cfg: GRPOConfig,
         dataset: PromptData,
         *,
-        tokenizer: Any,
+        tokenizer: object,
         rewards: RewardSet,
         environment: Environment | None = None,
     ) -> None:

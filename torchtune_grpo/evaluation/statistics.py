@@ -107,7 +107,7 @@ class Score(NamedTuple):
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def scores_of(evaluation: Mapping[str, Any]) -> dict[str, Score]:
+def scores_of(evaluation: Mapping[str, object]) -> dict[str, Score]:
     """Return a recorded evaluation's numbers with intervals: accuracy, pass@1, ..., maj@k."""
     found = {}
     for metric in [name.removesuffix("/low") for name in evaluation if name.endswith("/low")]:
@@ -126,7 +126,7 @@ def title_of(name: str, evaluation: Mapping[str, Any]) -> str:
     return others.get(kind, measure)
 
 
-def in_one_line(evaluation: Mapping[str, Any]) -> str:
+def in_one_line(evaluation: Mapping[str, object]) -> str:
     """Put an evaluation in words: ``accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
     return ", ".join(
         f"{title_of(name, evaluation)} {score if name == 'accuracy' else f'{score.mean:.3f}'}"
@@ -140,7 +140,7 @@ class Comparison:
 
     before: Mapping[str, Any]
     after: Mapping[str, Any]
-    best: Mapping[str, Any] | None = None  # between them
+    best: Mapping[str, object] | None = None  # between them
 
     @classmethod
     def of_run(cls, evaluations: Sequence[Mapping[str, Any]]) -> Comparison | None:
@@ -158,7 +158,7 @@ class Comparison:
         return test if test is not None and test.difference < 0 and test.p < SURE else None
 
     @property
-    def ends(self) -> list[Mapping[str, Any]]:
+    def ends(self) -> list[Mapping[str, object]]:
         """Both evaluations, or the one that stands for both."""
         return [self.before] if self.before is self.after else [self.before, self.after]
 
@@ -270,7 +270,7 @@ def evaluation_metrics(num_samples: int) -> list[str]:
     return [ACCURACY, *(f"eval/pass@{k}" for k in passes(num_samples)), *votes]
 
 
-def best_step(evaluations: Sequence[Mapping[str, Any]], metric: str | None) -> int | None:
+def best_step(evaluations: Sequence[Mapping[str, object]], metric: str | None) -> int | None:
     """Return the step of a run's best checkpoint: the first with the metric's highest value.
 
     Step 0 does not count: it is the base, and has no checkpoint. Without a metric there is no best.
@@ -280,7 +280,7 @@ def best_step(evaluations: Sequence[Mapping[str, Any]], metric: str | None) -> i
 
 
 def should_stop(
-    evaluations: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, object]],
     *,
     metric: str | None,
     stop_at: float | None,

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 CLOSE_SECONDS = 5.0  # for all together
 
@@ -64,7 +64,7 @@ def _handle_signals() -> None:
             signal.signal(number, _end)
 
 
-def _end(number: int, frame: Any) -> None:
+def _end(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)  # again, and it ends at once
     close_all()
     os.kill(os.getpid(), number)

@@ -75,7 +75,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.breaks = False  # the handler may raise
-        self.leave: Callable[[int, FrameType | None], Any] = _leave  # called on a second Ctrl-C
+        self.leave: Callable[[int, FrameType | None], object] = _leave  # called on a second Ctrl-C
         self._since = 0.0
         self._ended = False
 
@@ -134,7 +134,7 @@ def _install(handler: Any) -> dict[int, Any]:
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    known: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    known: dict[int, object] = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: old for number, old in known.items() if old != signal.SIG_IGN}
     for number in before:
         signal.signal(number, handler)

@@ -80,7 +80,7 @@ def rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
-def on_first_rank(function: Callable[..., T], *args: Any) -> T:
+def on_first_rank(function: Callable[..., T], *args: object) -> T:
     """Call a function on the first rank and return its result on all.
 
     If it raises, the other ranks raise a FirstRankFailed.

@@ -149,7 +149,7 @@ def varlen_attention(
     if dropout == 0 and has_varlen_kernel(q):
         k, v = (x.index_select(0, segments.seen) for x in (k, v))
         call, takes_gqa = _varlen_attn()
-        options: dict[str, Any] = {"enable_gqa": True} if takes_gqa else {}
+        options: dict[str, object] = {"enable_gqa": True} if takes_gqa else {}
         if not takes_gqa:
             k, v = (_for_each_head(x, q.shape[1]) for x in (k, v))
         longest = max(segments.queries), max(segments.keys)

@@ -85,7 +85,7 @@ def adapter_settings(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dic
     return _targets(_modules(tensors)) | lora
 
 
-def check_adapter(folder: str | Path, model: nn.Module, *, hf_config: Mapping[str, Any]) -> None:
+def check_adapter(folder: str | Path, model: nn.Module, *, hf_config: Mapping[str, object]) -> None:
     """Raise a ConfigError if an adapter does not fit a model, which may be on the meta device.
 
     ``hf_config`` is the base's config.json.
@@ -114,7 +114,7 @@ def check_adapter(folder: str | Path, model: nn.Module, *, hf_config: Mapping[st
             )
 
 
-def read_adapter(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_adapter(folder: str | Path, *, hf_config: Mapping[str, object]) -> dict[str, Tensor]:
     """Read an adapter's weights with torchtune's names; ``hf_config`` is the base's config.json."""
     tensors = _read_tensors(folder, hf_config)
     is_torchtunes = adapter_files(folder)[1].name == _TORCHTUNES
@@ -151,7 +151,7 @@ def save_adapter(
     state: Mapping[str, Tensor],
     *,
     base_model: str,
-    hf_config: Mapping[str, Any],
+    hf_config: Mapping[str, object],
 ) -> None:
     """Write the adapters in a model's ``state`` in the form that PEFT loads.
 
@@ -217,7 +217,7 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
     return shape | {"quantize_base": first._quantize_base}
 
 
-def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
+def _refuse_unsupported(folder: str | Path, given: Mapping[str, object]) -> None:
     for key, value in given.items():
         if key == "init_lora_weights":
             is_supported = not _CHANGES_BASE.match(str(value))
@@ -232,7 +232,7 @@ def _refuse_unsupported(folder: str | Path, given: Mapping[str, Any]) -> None:
             )
 
 
-def _read_tensors(folder: str | Path, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
+def _read_tensors(folder: str | Path, hf_config: Mapping[str, object]) -> dict[str, Tensor]:
     """Read an adapter's weights under torchtune's names, in the file's order of rows."""
     _, file = adapter_files(folder)
     if file.suffix == ".safetensors":
@@ -257,12 +257,12 @@ def _read_tensors(folder: str | Path, hf_config: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def _modules(names: Mapping[str, Any]) -> set[str]:
+def _modules(names: Mapping[str, object]) -> set[str]:
     """Return the adapted modules, given the names of an adapter's weights."""
     return {name.removesuffix(".lora_a.weight") for name in names if "lora_a" in name}
 
 
-def _targets(modules: set[str]) -> dict[str, Any]:
+def _targets(modules: set[str]) -> dict[str, object]:
     """Return the builders' arguments that say which modules are adapted."""
     leaves = {name.rpartition(".")[2] for name in modules}
     return {

@@ -40,7 +40,7 @@ from torchtune_grpo.models.layers import (
 # (longrope's do not within the original context, to which it is cut)
 _SCALED_ROTATIONS = ("linear", "llama3", "yarn", "longrope")
 # Key of config.json -> the values under which it has no effect
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), (0.0,)),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop"), (0.0,)),
     "attn_logit_softcapping": (),
@@ -50,7 +50,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
 }
-_LORA: dict[str, Any] = {
+_LORA: dict[str, object] = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
     "apply_lora_to_output": False,
@@ -203,7 +203,7 @@ def _attention(
     hf: Any,
     layer: Callable[[str, int, int], nn.Module],
     rotation: nn.Module | None,
-    norm: Callable[[int, Any], nn.Module],
+    norm: Callable[[int, object], nn.Module],
     layer_kind: str,
 ) -> MultiHeadAttention:
     size, heads, kind = head_dim(hf), hf.num_attention_heads, FAMILIES[hf.model_type].qk_norm
@@ -301,13 +301,13 @@ def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, 
             yield "partial_rotary_factor", part, "such a model is not supported"
 
 
-def _activation(hf: Any) -> tuple[str, str]:
+def _activation(hf: object) -> tuple[str, str]:
     """Return the key that names the activation, and its name."""
     key = "hidden_activation" if hasattr(hf, "hidden_activation") else "hidden_act"
     return key, getattr(hf, key)
 
 
-def _attention_scale(hf: Any) -> float:
+def _attention_scale(hf: object) -> float:
     """Return the factor of q @ k beside head_dim**-0.5."""
     if (scalar := getattr(hf, "query_pre_attn_scalar", None)) is not None:
         return (head_dim(hf) / scalar) ** 0.5
@@ -344,7 +344,7 @@ def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
     return {"rope_type": parameters.get("type", "default"), **parameters}
 
 
-def _rotation(hf: Any, kind: str) -> tuple[Tensor, float]:
+def _rotation(hf: object, kind: str) -> tuple[Tensor, float]:
     """Return frequencies [rotated numbers / 2] float32, and the scale of cos and sin.
 
     Queries and keys are both scaled, so each by the root of what their products are scaled by.

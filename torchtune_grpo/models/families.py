@@ -108,7 +108,7 @@ class Family:
             found[theirs].append(ours)
         return dict(found)
 
-    def has_bias(self, hf: Any, name: str) -> bool:
+    def has_bias(self, hf: object, name: str) -> bool:
         """Tell whether the linear layer that torchtune calls ``name`` has a bias."""
         if name == "output":
             return False

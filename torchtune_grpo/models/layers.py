@@ -319,7 +319,7 @@ class AdapterLinear(nn.Linear):
 
 
 def reorder(
-    state: Mapping[str, Tensor], hf_config: Mapping[str, Any], *, to: Literal["halves", "pairs"]
+    state: Mapping[str, Tensor], hf_config: Mapping[str, object], *, to: Literal["halves", "pairs"]
 ) -> dict[str, Tensor]:
     """Reorder the rows of weights or adapters to Hugging Face's halves, or torchtune's pairs."""
     split = (-1, 2) if to == "halves" else (2, -1)

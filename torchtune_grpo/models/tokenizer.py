@@ -36,7 +36,7 @@ class HFTokenizer:
     def __init__(
         self,
         model_dir: str,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         max_seq_len: int | None = None,
     ) -> None:
         from tokenizers import AddedToken
@@ -82,7 +82,7 @@ class HFTokenizer:
         return self._hf.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
     ) -> str:
         """Render messages; the result, encoded without BOS, is the model's prompt.
 
@@ -105,7 +105,7 @@ class HFTokenizer:
             raise ValueError(f"chat template: {shortened(describe(error), 200)}") from error
         return str(text)
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> HFTokenizer:
+    def with_tools(self, tools: Sequence[Mapping[str, object]]) -> HFTokenizer:
         """Return one whose prompts describe tools, given as JSON schemas."""
         other = copy.copy(self)
         other._template_kwargs = {**self._template_kwargs, "tools": [*tools]}

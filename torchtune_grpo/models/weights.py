@@ -93,7 +93,7 @@ class HFCheckpointer:
                 f"checkpoint_dir={checkpoint_dir}: {missing[0]} is missing; fetch the model again."
             )
 
-    def load_checkpoint(self) -> dict[str, Any]:
+    def load_checkpoint(self) -> dict[str, object]:
         """Return ``{training.MODEL_KEY: weights}``, with all weights under torchtune's names."""
         with torch.device("meta"):
             expected = hf_model(str(self._checkpoint_dir)).state_dict()

@@ -207,7 +207,7 @@ class History:
         """The value of a dotted key of the config; None if the config does not give it."""
         return OmegaConf.select(self._config, key)
 
-    def change(self, key: str, new: Any) -> Advice:
+    def change(self, key: str, new: object) -> Advice:
         old = self.config(key)
         remedy = f"Set {key}: {'' if old is None else f'{_text(old)} -> '}{_text(new)}."
         return key, remedy, f"{key}={_text(new)}"
@@ -496,7 +496,7 @@ RULES = (
 )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "null" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

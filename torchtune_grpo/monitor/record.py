@@ -42,7 +42,7 @@ class Start(Event):
 
     time: str
     command: str
-    config: dict[str, Any]
+    config: dict[str, object]
     versions: dict[str, str]
     device: str
     ranks: int
@@ -107,7 +107,7 @@ def read_metrics(folder: Path) -> list[Record]:
     return [metrics_of(event) for event in read(folder, "step", "evaluation")]
 
 
-def metrics_of(event: Mapping[str, Any]) -> Record:
+def metrics_of(event: Mapping[str, object]) -> Record:
     """Return an event without what is no metric."""
     others = ("kind", "prompts", "measure", "wrong")
     return {name: value for name, value in event.items() if name not in others}
@@ -167,7 +167,7 @@ def read_lines(path: Path) -> list[Record]:
     return [record for _, record in _lines(path)] if path.exists() else []
 
 
-def append(folder: Path, kind: str, step: int, values: Mapping[str, Any]) -> Record:
+def append(folder: Path, kind: str, step: int, values: Mapping[str, object]) -> Record:
     """Record an event, and return it as it reads back."""
     named = {"kind": kind, "step": step}
     event: Record = to_json(named | dict(values) | named)

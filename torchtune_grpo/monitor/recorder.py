@@ -131,7 +131,7 @@ class Recorder:
         if self._progress is not None:
             self._progress.rollout(now)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, list[Any]]:
+    def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, list[object]]:
         """Record a finished step; every rank has to call it.
 
         Returns ``prompt_index``, ``pass_rate`` and ``reward`` of all groups of all ranks.
@@ -164,7 +164,7 @@ class Recorder:
         if rank() == 0:
             self._metric_logger.close()
 
-    def _write(self, kind: str, step: int, values: Mapping[str, Any]) -> Measured:
+    def _write(self, kind: str, step: int, values: Mapping[str, object]) -> Measured:
         """Record a step or an evaluation, and the findings that begin or end with it."""
         event: Any = append(self._folder, kind, step, values)
         self._metric_logger.log_dict(metrics_of(values), step=step)
@@ -203,7 +203,7 @@ class GroupRecorder:
         means = _mean_logprobs(trajectory, logprobs)
         self._trainer_logprobs |= dict(zip(_identities(trajectory), means, strict=True))
 
-    def take(self, step: int) -> tuple[list[list[Record]], dict[str, list[Any]]]:
+    def take(self, step: int) -> tuple[list[list[Record]], dict[str, list[object]]]:
         """Return chosen groups and all groups' results, of all ranks, since the last call.
 
         A chosen group is a list with a record for each completion. The choice among equally
@@ -212,7 +212,7 @@ class GroupRecorder:
         """
         count, size = self._cfg.log_groups, self._cfg.grpo_samples
         candidates: list[Any] = []
-        results: list[tuple[Any, ...]] = []
+        results: list[tuple[object, ...]] = []
         for trajectory, scores in self.rollouts:
             informative = trajectory.is_informative.view(-1, size).any(dim=1).tolist()  # [B]
             indices = trajectory.prompt_indices[::size].tolist()
@@ -282,7 +282,7 @@ def _mean_logprobs(trajectory: Trajectory, logprobs: Tensor) -> list[float]:
     return means
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: object) -> object:
     value = to_json(value)
     return value[:_LONGEST_COLUMN] if isinstance(value, str) else value
 

@@ -46,7 +46,7 @@ class Batch:
 
     prompts: Sequence[Prompt]
     completions: Sequence[Completion]
-    columns: Mapping[str, Sequence[Any]]
+    columns: Mapping[str, Sequence[object]]
     completion_ids: Sequence[Sequence[int]] | None
     trainer_state: TrainerState | None
     seed: int = 0  # of the run
@@ -58,11 +58,11 @@ class Batch:
         key = "\0".join([f"{self.seed} {step}", *said])
         return random.Random(key.encode(errors="replace")).getrandbits(63)
 
-    def arguments(self, reward: Reward, outcome: Outcome) -> dict[str, Any]:
+    def arguments(self, reward: Reward, outcome: Outcome) -> dict[str, object]:
         """Copy the arguments, so that a reward may modify all that it gets."""
         given = {n: values for n, values in self.columns.items() if n not in reward.fixed}
         # One by one: the rows of a group share their columns' values.
-        own: dict[str, Any] = {n: [*map(copy.deepcopy, values)] for n, values in given.items()}
+        own: dict[str, object] = {n: [*map(copy.deepcopy, values)] for n, values in given.items()}
         read = [*map(reward.read, self.prompts, self.completions)]
         own["prompts"], own["completions"] = [each[0] for each in read], [each[1] for each in read]
         if self.completion_ids is not None:
@@ -101,13 +101,13 @@ class Outcome:
 
     count: int
     scores: list[Score] = field(default_factory=list)
-    extra: dict[str, list[Any]] = field(default_factory=dict)
+    extra: dict[str, list[object]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
     raised: bool = False  # the reward raised instead of returning scores
     broken: ContractError | None = None
     seconds: float = 0.0
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def log_extra(self, column: str, values: Sequence[object]) -> None:
         """Record one value of any kind per completion."""
         column, values = str(column), list(values)
         if len(values) != self.count:

@@ -38,7 +38,7 @@ def code_format_reward(
     completions: list[str],
     *,
     entry_point: list[str] | None = None,
-    **columns: list[Any],
+    **columns: list[object],
 ) -> list[float]:
     """Score 1.0 for exactly one fenced Python block that defines the function named in the column
     ``entry_point``, if there is such a column, whatever the function computes; else score 0.0."""
@@ -97,7 +97,7 @@ class CodeReward:
         prompts: list[str],
         completions: list[str],
         *,
-        test: list[Any],
+        test: list[object],
         **columns: Any,
     ) -> list[float | Exception]:
         """Run each completion's test; report why each failed, and the share of each kind.
@@ -132,14 +132,14 @@ class CodeReward:
         return (verdict.share or 0.0) if self.partial else float(verdict.passed)
 
     @classmethod
-    def check_row(cls, **row: Any) -> str | None:
+    def check_row(cls, **row: object) -> str | None:
         """Return what makes a row unusable, or None; run nothing."""
         try:
             return cls._named(row, code_tests.unit_test_fault(cls.read_test(**row)))
         except ValueError as error:
             return str(error)
 
-    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
+    def check_rows(self, rows: Sequence[Mapping[str, object]]) -> dict[int, str | None]:
         """Find broken tests by running them: a test must ask for functions that raise in every call
         and must fail them, and one of the row's own solutions, if it has any, must pass.
 
@@ -153,7 +153,7 @@ class CodeReward:
         faults = self._pool.map(self._trial, [rows[n] for n in tried])
         return {n: self._named(rows[n], fault) for n, fault in zip(tried, faults, strict=True)}
 
-    def _trial(self, sandbox: CodeSandbox, row: Mapping[str, Any]) -> str | None:
+    def _trial(self, sandbox: CodeSandbox, row: Mapping[str, object]) -> str | None:
         exam = self.read_test(**row)
         raising = self._judge(sandbox, (_always_raising(exam), exam))
         if raising.passed:
@@ -167,11 +167,11 @@ class CodeReward:
         return fault
 
     @classmethod
-    def _named(cls, row: Mapping[str, Any], fault: str | None) -> str | None:
+    def _named(cls, row: Mapping[str, object], fault: str | None) -> str | None:
         """Put the column and its value before what is wrong with it, if anything is."""
         return fault and f"{cls.tests_column}={shortened(repr(row[cls.tests_column]))}: {fault}"
 
-    def judge(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[Verdict]:
+    def judge(self, completions: Sequence[str], **columns: Sequence[object]) -> list[Verdict]:
         """Return verdicts in place of scores. Equal programs with equal tests run once."""
         lists = {name: each for name, each in columns.items() if isinstance(each, (list, tuple))}
         rows = [dict(zip(lists, row)) for row in zip(*lists.values(), strict=True)]

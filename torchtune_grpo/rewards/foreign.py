@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from torchtune_grpo.sandbox.syscalls import set_limits
 
@@ -52,7 +51,7 @@ def expression_comparer() -> Callable[[str, str], bool | None]:
     return equal
 
 
-def task_scorer() -> Callable[[str, dict[str, Any]], float]:
+def task_scorer() -> Callable[[str, dict[str, object]], float]:
     """Make a function that scores an answer to an entry of ``reasoning_gym_dataset``."""
     from reasoning_gym import create_dataset
 

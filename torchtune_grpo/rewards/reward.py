@@ -27,7 +27,7 @@ from torchtune_grpo.trajectory import Completion, Prompt
 # for TRL's trainer; None says that the reward does not apply to a completion. It may be async.
 RewardFunction = Callable[..., Any]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 Format = Literal["text", "chat", "completion"]  # the last is for rewards of this package
 
 
@@ -43,7 +43,7 @@ class Reward:
     format: Format | None = None
     workers: WorkerPool[FunctionWorker] | None = None  # where it runs, one completion at a time
     # Column -> value, or list of values: it scores only the rows that have these.
-    only: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
@@ -69,7 +69,7 @@ class Reward:
         functions = (self.function, method)
         return self.workers is None and any(map(inspect.iscoroutinefunction, functions))
 
-    def read(self, prompt: Prompt, completion: Completion) -> tuple[Any, Any]:
+    def read(self, prompt: Prompt, completion: Completion) -> tuple[object, object]:
         """Return a prompt and a completion in the reward's format."""
         match self.format or ("chat" if prompt.is_chat else "text"):
             case "text":
@@ -80,7 +80,7 @@ class Reward:
                 return prompt, completion
 
     @property
-    def fixed(self) -> dict[str, Any]:
+    def fixed(self) -> dict[str, object]:
         """The arguments that the config sets; columns of these names are not passed."""
         return self.function.keywords if isinstance(self.function, partial) else {}
 
@@ -113,20 +113,20 @@ class Reward:
                     f"{{{name}: ...}}, or set {name} in the reward's node."
                 )
 
-    def applies_to(self, row: Mapping[str, Any]) -> bool:
+    def applies_to(self, row: Mapping[str, object]) -> bool:
         """Whether it scores answers to a row with these columns, as far as ``only`` says."""
         return all(
             row.get(name) in (wanted if isinstance(wanted, list) else [wanted])
             for name, wanted in self.only.items()
         )
 
-    def tried_faults(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
+    def tried_faults(self, rows: Sequence[Mapping[str, object]]) -> dict[int, str | None]:
         """Apply ``check_rows`` to the rows that it scores: position -> what is wrong, or None."""
         own = [position for position, row in enumerate(rows) if self.applies_to(row)]
         found = self.check_rows([rows[position] for position in own]) if own else {}
         return {own[number]: fault for number, fault in found.items()}
 
-    def row_faults(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str | None]:
+    def row_faults(self, rows: Sequence[Mapping[str, object]]) -> dict[int, str | None]:
         """Apply ``check_row`` to the rows that it scores, which have the same columns, likewise."""
         if self.check_row is None:
             return {}
@@ -151,7 +151,7 @@ class Reward:
             close()
 
 
-def declares(**attributes: Any) -> Callable[[F], F]:
+def declares(**attributes: object) -> Callable[[F], F]:
     """Decorate a function with attributes that ``Reward`` reads."""
 
     def declare(function: F) -> F:
@@ -166,7 +166,7 @@ class _Keys(Keys):
 
     name: Text | None = None
     weight: Float = 1.0
-    only: dict[str, Any] = {}
+    only: dict[str, object] = {}
     format: Literal["text", "chat"] | None = None
     isolation: Literal["process"] | None = None
 
@@ -217,7 +217,9 @@ def _load(path: str, key: str, given: Any) -> tuple[Callable[..., Any], inspect.
     """Load a component, unless it is given, and its signature."""
     extend_import_path()
     try:
-        component: Callable[..., Any] = _get_component_from_path(path) if given is None else given
+        component: Callable[..., object] = (
+            _get_component_from_path(path) if given is None else given
+        )
         return component, inspect.signature(component)
     except (InstantiationError, ValueError, TypeError) as error:
         why = f"not a function or a class that can be loaded: {error}"
@@ -226,7 +228,7 @@ def _load(path: str, key: str, given: Any) -> tuple[Callable[..., Any], inspect.
 
 
 def _check_arguments(
-    component: Callable[..., Any], arguments: Mapping[str, Any], key: str, known: list[str]
+    component: Callable[..., object], arguments: Mapping[str, object], key: str, known: list[str]
 ) -> None:
     """Refuse a misspelt key, which a reward's ``**columns`` would swallow."""
     for name, value in arguments.items():

@@ -46,7 +46,7 @@ class RewardScores:
     seconds: list[float]  # time that each of the R rewards took
     failed: Tensor  # [N, R] bool: the reward raised, timed out, or gave no finite number
     # N values each, from log_extra; a name that several rewards use is prefixed with the reward's.
-    extra: dict[str, list[Any]] = field(default_factory=dict)
+    extra: dict[str, list[object]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)  # "reward/name" of log_metric
     wrong: str | None = None  # if no answer is right: one of them, beside what it should be
 
@@ -136,8 +136,8 @@ class RewardSet:
     @classmethod
     def from_config(
         cls,
-        cfg: Sequence[Mapping[str, Any] | Reward],
-        objects: Mapping[str, Any] | None = None,
+        cfg: Sequence[Mapping[str, object] | Reward],
+        objects: Mapping[str, object] | None = None,
         **keys: Any,
     ) -> RewardSet:
         """Build the set that the config's list ``rewards`` describes; see docs/rewards.md.
@@ -219,7 +219,7 @@ class RewardSet:
         *,
         prompts: Sequence[str | Prompt],
         completions: Sequence[str | Completion],
-        columns: Mapping[str, Sequence[Any]],
+        columns: Mapping[str, Sequence[object]],
         group_size: int = 1,
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
@@ -357,7 +357,7 @@ def _are_parts(one: Reward, other: Reward) -> bool:
 
 def _check_own_columns(reward: Reward, dataset: PromptData, key: str) -> None:
     """Check that a reward with ``only`` has rows, and that they have the columns it needs."""
-    columns, scored = dataset[0]["columns"], list[Mapping[str, Any]]()
+    columns, scored = dataset[0]["columns"], list[Mapping[str, object]]()
     where = f"The reward {reward.name!r} has only={dict(reward.only)}"
     for name in reward.only:
         if name not in columns:

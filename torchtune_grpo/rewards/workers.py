@@ -87,7 +87,7 @@ class WorkerPool(Generic[W]):
 
 
 def function_pool(
-    make: Callable[[], Any], *, timeout: float, workers: int
+    make: Callable[[], object], *, timeout: float, workers: int
 ) -> WorkerPool[FunctionWorker]:
     """Make a pool for the function that ``make`` returns; a worker loads only the file it is in."""
     if timeout <= 0 or not 1 <= workers <= MAX_WORKERS:
@@ -111,7 +111,7 @@ class FunctionWorker:
     def __init__(
         self,
         path: str,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         *,
         makes: bool = False,
         timeout: float,

@@ -273,7 +273,7 @@ def _launch(*args: Any) -> Tensor:
 
 
 @torch.library.register_fake(OPERATOR)
-def _result(heads: Tensor, prompts: Tensor, rows: Tensor, *others: Any) -> Tensor:
+def _result(heads: Tensor, prompts: Tensor, rows: Tensor, *others: object) -> Tensor:
     return heads.new_empty(len(heads), (heads.shape[1] - 2 * rows.shape[2]) * heads.shape[2])
 
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +94,7 @@ class NativeDecoder:
     ) -> None:
         make = partial(RolloutLinear, merge=merge_adapters, dtype=dtype, move=move)
 
-        def linear(*modules: Any) -> RolloutLinear:
+        def linear(*modules: object) -> RolloutLinear:
             present = [module for module in modules if module is not None]
             made = make(present)
             self.copied_bytes += made.copied_bytes

@@ -103,7 +103,7 @@ class CudaRecorder:
     """Captures steps in CUDA graphs, which share a pool of memory because no two run at once."""
 
     def __init__(self) -> None:
-        self._graphs: WeakSet[Any] = WeakSet()  # the pool's users
+        self._graphs: WeakSet[object] = WeakSet()  # the pool's users
         self._pool: Any = None
         self._stream: Any = None
 

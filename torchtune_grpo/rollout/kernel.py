@@ -3,8 +3,6 @@
 Triton comes with torch's CUDA builds; nothing else imports this module.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 _TILE_BYTES = 16384  # of keys; with values and the next tiles of both, fits any card since Ampere
 
 
-def launch(heads: Tensor, prompts: Tensor, rows: Tensor, *others: Any) -> Tensor:
+def launch(heads: Tensor, prompts: Tensor, rows: Tensor, *others: object) -> Tensor:
     """Run one program for each row and head of keys and values."""
     kv_heads, width, head_dim = rows.shape[2:]
     group = heads.shape[1] // kv_heads - 2

@@ -66,7 +66,7 @@ class RolloutLinear:
         self._b: Tensor | None = None  # [out, rank]
         self._bias: Tensor | None = None  # [out], then 0 for A's rows in _weight
 
-    def _needs_copy(self, module: Any) -> bool:
+    def _needs_copy(self, module: object) -> bool:
         weight = _base_weight(module)
         is_merged = isinstance(module, DoRALinear) or (
             self._merge and isinstance(module, LoRALinear)
@@ -78,7 +78,7 @@ class RolloutLinear:
         numel = sum(_base_weight(module).numel() for module in self._modules)
         return numel * self._dtype.itemsize if self._copies else 0
 
-    def _weight_of(self, module: Any) -> Tensor:
+    def _weight_of(self, module: object) -> Tensor:
         """Return the weight [out, in] of a layer that is not in the common matrix."""
         if not self._needs_copy(module):
             return _base_weight(module)
@@ -204,7 +204,7 @@ def _base_weight(module: Any) -> Tensor:
     return module.tied_module.weight if isinstance(module, TiedLinear) else module.weight
 
 
-def whole_weight(module: Any, *, merge: bool) -> Tensor:
+def whole_weight(module: object, *, merge: bool) -> Tensor:
     """Return the weight [out, in]; a merged one is float32 at least, so that it is rounded once."""
     if isinstance(module, DoRALinear):
         adapted = _adapted_weight(module)
@@ -212,7 +212,7 @@ def whole_weight(module: Any, *, merge: bool) -> Tensor:
     return _adapted_weight(module) if merge and isinstance(module, LoRALinear) else _plain(module)
 
 
-def _plain(module: Any) -> Tensor:
+def _plain(module: object) -> Tensor:
     weight = _base_weight(module).detach()
     return weight.get_original_weight() if isinstance(weight, NF4Tensor) else weight
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -73,7 +73,7 @@ class NativeEngine(RolloutEngine):
         self._cache: GroupCache | None = None
 
     @classmethod
-    def capabilities(cls, *, reply_steps: int | None = 0, **arguments: Any) -> Capabilities:
+    def capabilities(cls, *, reply_steps: int | None = 0, **arguments: object) -> Capabilities:
         return Capabilities(turns=True, filters=True, reproducible=reply_steps is not None)
 
     def rows_at_once(self, request: RolloutRequest) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ _BLOCK = 128  # vocabulary entries summed at once; only one block per row is sea
 
 
 # The keys that change softmax(logits / temperature), each with the value that does not
-_NEUTRAL: dict[str, Any] = {
+_NEUTRAL: dict[str, object] = {
     **{"top_k": None, "top_p": 1.0, "min_p": 0.0},
     **{"repetition_penalty": 1.0, "min_new_tokens": 0, "suppressed_tokens": ()},
 }
 
 
-def filters_in(values: Mapping[str, Any]) -> dict[str, Any]:
+def filters_in(values: Mapping[str, object]) -> dict[str, object]:
     """Return the sampling keys with which tokens are not drawn from softmax(logits / temperature).
 
     ``values`` are a config's ``sampling``, changes to it, or a request's ``params``.

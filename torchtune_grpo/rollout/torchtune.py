@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class TorchtuneEngine(RolloutEngine):
         self._model, self._settings = context.model, context.settings
 
     @classmethod
-    def capabilities(cls, **arguments: Any) -> Capabilities:
+    def capabilities(cls, **arguments: object) -> Capabilities:
         return Capabilities(filters=True, reproducible=True)
 
     @torch.no_grad()

@@ -109,10 +109,12 @@ class VLLMEngine(RolloutEngine):
         self._sleeps = context.device.type == "cuda"  # between rollouts
         self._llm: Any = None
         self._vocab = 0  # ids below it are sampled
-        self._end: Callable[[], Any] = lambda: None
+        self._end: Callable[[], object] = lambda: None
 
     @classmethod
-    def capabilities(cls, *, max_model_len: int = MAX_MODEL_LEN, **arguments: Any) -> Capabilities:
+    def capabilities(
+        cls, *, max_model_len: int = MAX_MODEL_LEN, **arguments: object
+    ) -> Capabilities:
         # It has filters, but with them reports no log-prob of softmax(logits / temperature).
         return Capabilities(
             reproducible=True, longest_row=max_model_len, correction="token_truncate"
@@ -238,7 +240,7 @@ class VLLMEngine(RolloutEngine):
         )
         self._end = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
 
-    def _lora_arguments(self) -> dict[str, Any]:
+    def _lora_arguments(self) -> dict[str, object]:
         if not self._beside:
             return {}
         rank = model_settings(self._model)["lora_rank"]
@@ -286,7 +288,7 @@ class VLLMEngine(RolloutEngine):
             is_of_tokens = theirs in ("model.embed_tokens.weight", "lm_head.weight")
             yield theirs, weight[: self._vocab] if is_of_tokens else weight
 
-    def _weight(self, module: Any, name: str) -> Tensor:
+    def _weight(self, module: object, name: str) -> Tensor:
         if name == "weight" and isinstance(module, KINDS):
             return whole_weight(module, merge=not self._beside)
         parameter: Tensor = getattr(module, name)
@@ -380,7 +382,7 @@ def _progress(rows: list[_Row]) -> Progress:
     return Progress(sum(len(r.tokens) for r in rows), finished, begun - finished, len(rows))
 
 
-def _sampling_params(request: RolloutRequest, key: int) -> Any:
+def _sampling_params(request: RolloutRequest, key: int) -> object:
     """Return a row's parameters as vLLM takes them; ``key`` seeds its noise."""
     import vllm
 

@@ -117,12 +117,12 @@ class _Completion:
             return known
         return partial(getattr(builtins, name, None) or getattr(operator, name), known)
 
-    def _keep(self, value: Any) -> list[Any]:
+    def _keep(self, value: object) -> list[object]:
         """Give an object a number, always the same one."""
         self._objects[id(value)] = value
         return [id(value), type(value).__name__]
 
-    def _find(self, known: Any, attributes: Any = None) -> Any:
+    def _find(self, known: object, attributes: object = None) -> object:
         """Return the object of a number, or rebuild one that the test made of a prompt's class."""
         if attributes is None:
             return self._objects[known]
@@ -132,7 +132,7 @@ class _Completion:
         return made
 
 
-def _describe(error: BaseException) -> list[Any]:
+def _describe(error: BaseException) -> list[object]:
     """Return the nearest builtin exception's name, the message, and the arguments."""
     names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
     message, arguments = "", None

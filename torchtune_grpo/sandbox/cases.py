@@ -65,7 +65,7 @@ def run_case(names: dict[str, Any], name: str, given: Any) -> Any:
 
 
 def run_cases(
-    function: Callable[[Any], Any], cases: Sequence[Sequence[Any]], *, partial: bool
+    function: Callable[[object], object], cases: Sequence[Sequence[object]], *, partial: bool
 ) -> tuple[float, str]:
     """Return the share of cases that pass, and why not all do; up to the first that fails, or all
     if ``partial``."""
@@ -111,7 +111,7 @@ def _same_word(word: str, wanted: str) -> bool:
     return number == other or ("." in wanted and _close(number, other))
 
 
-def _same(value: Any, wanted: Any) -> bool:
+def _same(value: object, wanted: object) -> bool:
     """Compare a returned value with one from JSON."""
     if isinstance(value, (list, tuple)) and isinstance(wanted, list):
         return len(value) == len(wanted) and all(map(_same, value, wanted))

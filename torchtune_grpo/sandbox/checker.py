@@ -120,7 +120,7 @@ def _kind_and_reason(error: BaseException | None, candidate: _CandidateProcess) 
     return _KINDS.get(type(error).__name__, Kind.EXCEPTION), why
 
 
-def _load(exam: Exam, candidate: _CandidateProcess) -> dict[str, Any]:
+def _load(exam: Exam, candidate: _CandidateProcess) -> dict[str, object]:
     """Load the setup and the completion, and return the names that the test may use."""
     module = types.ModuleType("test")
     sys.modules["test"] = sys.modules["solution"] = module
@@ -175,7 +175,7 @@ class _CandidateProcess:
             name, message, _ = answer["error"]
             self.stop(f"{name}: {message}", _KINDS.get(name, Kind.EXCEPTION))
 
-    def lookup(self, name: str) -> Any:
+    def lookup(self, name: str) -> object:
         """Return another name that the completion defines."""
         if name.startswith("__"):  # `import *` would take all that __all__ names
             raise AttributeError(name)
@@ -184,10 +184,10 @@ class _CandidateProcess:
         except KeyError:
             raise AttributeError(name) from None
 
-    def ask(self, known: _StandIn, do: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, known: _StandIn, do: str, *args: object, **kwargs: object) -> object:
         """Have the candidate do something with one of its objects."""
         prints = sys.stdout is not sys.__stdout__
-        call: dict[str, Any] = {"on": known._stand_in[1], "do": do, "prints": prints}
+        call: dict[str, object] = {"on": known._stand_in[1], "do": do, "prints": prints}
         try:
             call["args"] = [wire.dump(value, self._keep) for value in args]
             call["kwargs"] = {name: wire.dump(value, self._keep) for name, value in kwargs.items()}
@@ -216,7 +216,7 @@ class _CandidateProcess:
             raise self.raised
         return value
 
-    def _keep(self, value: Any) -> list[Any]:
+    def _keep(self, value: object) -> list[object]:
         """Encode an object of the candidate, or one of a class that the prompt defines."""
         if type(value) is _StandIn:
             return [value._stand_in[1]]
@@ -246,7 +246,7 @@ class _CandidateProcess:
             self.stop("malformed error")
         return answer
 
-    def _exception(self, name: str, message: str, arguments: Any, *, ends: bool) -> Exception:
+    def _exception(self, name: str, message: str, arguments: object, *, ends: bool) -> Exception:
         """Make the builtin exception of that name, with the arguments if they fit its message."""
         kind = getattr(builtins, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -276,10 +276,10 @@ class _StandIn:
     def __init__(self, candidate: _CandidateProcess, number: int, *, is_known: bool) -> None:
         object.__setattr__(self, "_stand_in", (candidate, number, is_known))
 
-    def _do(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _do(self, name: str, *args: object, **kwargs: object) -> object:
         return self._stand_in[0].ask(self, name, *args, **kwargs)
 
-    def _refuse(self, name: str, *_: Any) -> NoReturn:
+    def _refuse(self, name: str, *_: object) -> NoReturn:
         self._stand_in[0].stop(f"refused: {name} of an object that is not plain data")
 
     def __getattr__(self, name: str) -> Any:

@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torchtune_grpo.sandbox import syscalls
 from torchtune_grpo.sandbox.server import end_all, fork_task
@@ -112,12 +111,12 @@ def _run_object(requests: socket.socket, to_import: Sequence[str]) -> None:
     loop = asyncio.new_event_loop()  # one, for connections that outlive a call
     asyncio.set_event_loop(loop)
 
-    def wait(value: Any) -> Any:
+    def wait(value: object) -> object:
         return _awaited(value, loop) if inspect.isawaitable(value) else value
 
     _import(to_import)
     send(requests, os.getpid())
-    made: Any = None
+    made: object = None
     with contextlib.suppress(PeerGone):
         while True:
             data = receive_bytes(requests)
@@ -134,10 +133,10 @@ def _run_object(requests: socket.socket, to_import: Sequence[str]) -> None:
     _close(getattr(made, "close", None))
 
 
-def _awaited(awaitable: Awaitable[Any], loop: asyncio.AbstractEventLoop) -> Any:
+def _awaited(awaitable: Awaitable[object], loop: asyncio.AbstractEventLoop) -> object:
     """Wait for what an awaitable returns; a task of it that raises SystemExit ends only itself."""
 
-    async def outcome() -> tuple[Any, BaseException | None]:
+    async def outcome() -> tuple[object, BaseException | None]:
         try:
             return await awaitable, None
         except BaseException as error:
@@ -157,7 +156,7 @@ def _text_of(error: BaseException) -> str:
     return str(error) or "".join(traceback.format_exception_only(error)).strip()
 
 
-def _close(close: Callable[[], Any] | None) -> None:
+def _close(close: Callable[[], object] | None) -> None:
     """Call an object's ``close``, for a limited time."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
     signal.alarm(CLOSE_SECONDS)

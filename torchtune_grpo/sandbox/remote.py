@@ -78,8 +78,8 @@ class RemoteObject:
     def __init__(
         self,
         server: ObjectServer,
-        make: Callable[..., Any],
-        *arguments: Any,
+        make: Callable[..., object],
+        *arguments: object,
         timeout: float,
     ) -> None:
         self._objects, self._make, self._timeout = server, (make, arguments), timeout
@@ -110,7 +110,7 @@ class RemoteObject:
         except (TimeoutError, PeerGone, ServerLost) as error:
             raise self._lost(error) from None
 
-    def _ask(self, request: tuple[Any, Sequence[Any]], seconds: float) -> Any:
+    def _ask(self, request: tuple[object, Sequence[object]], seconds: float) -> object:
         assert self._socket is not None
         self._socket.settimeout(seconds)
         send_bytes(self._socket, pickle.dumps(request))

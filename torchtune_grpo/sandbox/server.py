@@ -44,7 +44,7 @@ _OF_RANKS = re.compile(
 # For processes that run users' code: sets have the same order in each run, and many share the CPUs.
 _DEFAULTS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 # For processes that run foreign code: nothing of this process's environment, folder or output.
-_APART: dict[str, Any] = {
+_APART: dict[str, object] = {
     "env": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
     "cwd": "/",
     "stdout": subprocess.DEVNULL,
@@ -60,7 +60,7 @@ class ServerProcess:
     """A process that runs ``main``, and the ``facts`` it sent."""
 
     def __init__(
-        self, role: str, packages: Sequence[str] = (), setup: Mapping[str, Any] | None = None
+        self, role: str, packages: Sequence[str] = (), setup: Mapping[str, object] | None = None
     ) -> None:
         ours, theirs = socket.socketpair()
         boot = _BOOT.format(path=_PACKAGES, role=role, fd=theirs.fileno(), packages=[*packages])

@@ -67,7 +67,7 @@ def receive_bytes(sock: socket.socket, *, limit: int = MAX_BYTES) -> bytes:
     return _read(sock, length)
 
 
-def send(sock: socket.socket, message: Any) -> None:
+def send(sock: socket.socket, message: object) -> None:
     """Send a message of plain data, as ``send_bytes`` does."""
     send_bytes(sock, json.dumps(message).encode())
 
@@ -92,12 +92,14 @@ def _read(sock: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def refuse(value: Any) -> NoReturn:
+def refuse(value: object) -> NoReturn:
     """Raise NotPlain for an object that stays behind."""
     raise NotPlain(f"a {type(value).__name__} is not plain data")
 
 
-def dump(value: Any, keep: Callable[[Any], list[Any]] = refuse, depth: int = MAX_DEPTH) -> Any:
+def dump(
+    value: object, keep: Callable[[object], list[object]] = refuse, depth: int = MAX_DEPTH
+) -> object:
     """Write a value as plain data, nested at most ``depth`` deep, or else raise NotPlain.
 
     Plain values are None, bools, numbers, text, bytes, dates, and lists, tuples, dicts and sets of
@@ -146,7 +148,7 @@ def load(data: Any, find: Callable[..., Any] = refuse, depth: int = MAX_DEPTH) -
         raise NotPlain(f"malformed {kind[:20]!r}: {error}") from error
 
 
-def _array(dtype: str, items: Any) -> Any:
+def _array(dtype: str, items: object) -> object:
     numpy = sys.modules["numpy"]
     if numpy.dtype(dtype).kind not in "biufcUS":
         raise ValueError("neither of numbers nor of text")
@@ -179,7 +181,7 @@ _TYPES: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[..., Any]]] = 
     ),
 }
 _BUILTIN_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
-_BUILDERS: dict[str, Callable[..., Any]] = {
+_BUILDERS: dict[str, Callable[..., object]] = {
     **{kind.__name__: build for kind, (_, build) in _TYPES.items()},
     "int": lambda digits: int(digits, 16),
     "type": _BUILTIN_TYPES.__getitem__,

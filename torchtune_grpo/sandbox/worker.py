@@ -19,21 +19,21 @@ Wait = Callable[[Any], Any]  # returns what an awaitable gives, and any other va
 class Function:
     """A function, and what its calls report beside their result."""
 
-    def __init__(self, function: Callable[..., Any], wait: Wait) -> None:
+    def __init__(self, function: Callable[..., object], wait: Wait) -> None:
         self._function, self._wait = function, wait
 
     @classmethod
-    def load(cls, path: str, arguments: Mapping[str, Any], makes: bool, wait: Wait) -> Function:
+    def load(cls, path: str, arguments: Mapping[str, object], makes: bool, wait: Wait) -> Function:
         """Load the function; if it ``makes`` the one to call, ``arguments`` are for making it."""
         with _telling():
             function = partial(_named(path), **arguments)
             return cls(function() if makes else function, wait)
 
-    def call(self, seed: int | None, arguments: dict[str, Any]) -> Any:
+    def call(self, seed: int | None, arguments: dict[str, object]) -> object:
         """Return what it has ``returned``, and what it has logged, as plain data."""
         if seed is not None:
             seed_generators(seed)
-        extra: dict[str, list[Any]] = {}
+        extra: dict[str, list[object]] = {}
         metrics: list[tuple[str, float]] = []
         if "trainer_state" in arguments:  # a run's rewards may report more than they return
             arguments["log_extra"] = lambda column, values: extra.update({column: [*values]})
@@ -73,7 +73,7 @@ def seed_generators(seed: int) -> None:
         sys.modules["torch"].default_generator.manual_seed(seed)  # that of the CPU alone
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Convert a value to what crosses between processes, if need be to text."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value

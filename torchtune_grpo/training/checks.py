@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -142,7 +141,7 @@ def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
 
 
 def check_teacher(
-    cfg: GRPOConfig, teacher: Teacher, dataset: PromptData, *, tokenizer: Any
+    cfg: GRPOConfig, teacher: Teacher, dataset: PromptData, *, tokenizer: object
 ) -> None:
     """Check a teacher's model, that it has the policy's tokens, and that the prompts fit it."""
     where = f"objective.teacher.model_dir={teacher.model_dir}"

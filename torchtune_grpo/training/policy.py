@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +65,9 @@ def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
     return model
 
 
-def load_policy(model: TransformerDecoder, cfg: GRPOConfig, state_dict: Mapping[str, Any]) -> None:
+def load_policy(
+    model: TransformerDecoder, cfg: GRPOConfig, state_dict: Mapping[str, object]
+) -> None:
     """Load a checkpoint's full weights into a model from ``make_policy``.
 
     ``cfg.adapter_dir`` is loaded into the model's adapters, or merged into a model without any.

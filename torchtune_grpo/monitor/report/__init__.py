@@ -77,7 +77,7 @@ def script_json(value: object) -> str:
     return text
 
 
-def _clean(value: Any) -> Any:
+def _clean(value: object) -> object:
     """Make invisible characters in texts visible, and round numbers to five digits."""
     if isinstance(value, str):
         return visible(value)
@@ -91,7 +91,7 @@ def _clean(value: Any) -> Any:
 # ---- Completions
 
 
-def _completions(run: RunRecord) -> dict[str, Any]:
+def _completions(run: RunRecord) -> dict[str, object]:
     """Groups for the page, how many were recorded, and the filters."""
     groups: list[list[Record]] = []
     for row in read_lines(run.folder / COMPLETIONS_FILE):
@@ -179,7 +179,7 @@ def _transcript(row: Record) -> str:
     return "\n".join(parts) or str(row["completion"])
 
 
-def _texts(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _texts(values: Mapping[str, object]) -> list[tuple[str, object]]:
     return [(name, _shortened(_as_text(value), _SHORT_TEXT)) for name, value in values.items()]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 from tqdm import tqdm
 
@@ -18,7 +17,7 @@ from torchtune_grpo.monitor.record import (
 )
 
 
-def verdict(run: RunRecord) -> dict[str, Any]:
+def verdict(run: RunRecord) -> dict[str, object]:
     """The headline, whether to believe it and why, a table, facts about the run, and findings."""
     compared = Comparison.of_run(run.evaluations)
     if compared is None:
