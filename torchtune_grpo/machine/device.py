@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import utils
+from tqdm import autonotebook, std
 from tqdm.auto import tqdm
-from tqdm.notebook import tqdm_notebook
 
 from torchtune_grpo.machine.parallel import rank
 
@@ -42,7 +42,7 @@ _MOST_WEIGHTS = 2**30  # in bytes; with larger models, products take far longer 
 MAPPED_BYTES = 2**20
 
 # tqdm.auto is the notebook's bar where ipywidgets is installed; without it there are lines.
-_IN_NOTEBOOK = issubclass(tqdm, tqdm_notebook)
+_IN_NOTEBOOK = autonotebook.tqdm is not std.tqdm
 # In a run of 1,000 steps all of it fits into 80 columns.
 BAR_FORMAT = "{desc}{n_fmt}/{total_fmt} {bar} <{remaining}{postfix}"
 
