@@ -86,9 +86,8 @@ class Completion:
     def __str__(self) -> str:
         return self.text
 
-    def __getstate__(
-        self,
-    ) -> dict[str, object]:  # for other ranks, which cannot use the environment
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the environment, which other ranks cannot use."""
         return {**vars(self), "environment": None}
 
 

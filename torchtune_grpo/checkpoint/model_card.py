@@ -113,7 +113,9 @@ class ModelCard:
         if repo is not None:
             place, adapter = f'"{repo}"', f'"{repo}", subfolder="adapter"'
         base = self.base if repo is None else self.public_base
-        has_start = any(key.startswith("adapter_dir.") for key in self.config)
+        start = ""
+        if any(key.startswith("adapter_dir.") for key in self.config):
+            start = "Training began from an adapter of it, `adapter_dir` below. "
         more = (_OF_QUANTIZED if self.is_quantized else _SAME).format(base=base)
         return _HEAD.format(
             library="transformers" if self.has_weights else "peft",
@@ -121,9 +123,7 @@ class ModelCard:
             title=base.rpartition("/")[2],
             base=base,
             steps="1 step" if self.step == 1 else f"{self.step} steps",
-            start="Training began from an adapter of it, `adapter_dir` below. "
-            if has_start
-            else "",
+            start=start,
             results=self.results,
             code=self._code(base, place, adapter),
             more=f"\n{more}\n" if self.has_weights and self.has_adapter else "",

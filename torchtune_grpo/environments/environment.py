@@ -9,9 +9,7 @@ from typing import Any
 
 from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.data.chat import PromptEncoder
-from torchtune_grpo.environments.adapters import (
-    Reply,
-)
+from torchtune_grpo.environments.adapters import Reply
 from torchtune_grpo.environments.calls import Parser, find_parser
 from torchtune_grpo.environments.kinds import kind_fault
 from torchtune_grpo.environments.replies import ReplyEncoder

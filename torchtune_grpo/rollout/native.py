@@ -34,6 +34,7 @@ log = utils.get_logger("INFO")
 Merge = Literal["auto", "always", "never"]
 
 SHARE_OF_THE_REST = 0.85  # of what an update leaves; the allocator cannot use all of it
+REPLY_STEPS = 16  # a fast tool answers within so many
 MEMORY_SHARE = 0.4  # share of free memory for a rollout; the update's activations need the rest
 
 
@@ -52,7 +53,7 @@ class NativeEngine(RolloutEngine):
         *,
         merge_adapters: Merge = "auto",
         cuda_graphs: Literal["auto", "never"] = "auto",
-        reply_steps: PositiveInt | None = 16,
+        reply_steps: PositiveInt | None = REPLY_STEPS,
     ) -> None:
         reason = unsupported_reason(context.model)
         if reason is not None:
@@ -73,7 +74,9 @@ class NativeEngine(RolloutEngine):
         self._cache: GroupCache | None = None
 
     @classmethod
-    def capabilities(cls, *, reply_steps: int | None = 0, **arguments: object) -> Capabilities:
+    def capabilities(
+        cls, *, reply_steps: int | None = REPLY_STEPS, **arguments: object
+    ) -> Capabilities:
         return Capabilities(turns=True, filters=True, reproducible=reply_steps is not None)
 
     def rows_at_once(self, request: RolloutRequest) -> int:
