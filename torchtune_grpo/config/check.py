@@ -188,10 +188,14 @@ def instantiate(name: str, node: DictConfig | None, *args: Any, **kwargs: Any) -
         if isinstance(error, ValueError) and node._component_.startswith("torchtune_grpo."):
             joint = "." if re.match(r"[\w.]+[:=]", str(error)) else ": "
             raise ValueError(f"{name}{joint}{error}") from error
-        given = {key: value for key, value in node.items() if key != "_component_"}
         raise ValueError(
-            f"{name}: could not construct {node._component_} with {given}: {error}"
+            f"{name}: could not construct {node._component_} with {arguments_of(node)}: {error}"
         ) from error
+
+
+def arguments_of(node: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the arguments that a node gives its component."""
+    return {key: value for key, value in node.items() if key != "_component_"}
 
 
 def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) -> None:

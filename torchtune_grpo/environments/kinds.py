@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
 from transformers.utils.chat_template_utils import get_json_schema
 
-from torchtune_grpo.config.check import check_component
+from torchtune_grpo.config.check import arguments_of, check_component
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError, describe, shortened, suggest
@@ -80,10 +80,6 @@ def _hosted(kind: Kind, settings: EnvironmentConfig) -> Kind:
     return replace(kind, server=ObjectServer([RECIPE, *paths]))
 
 
-def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in node.items() if name != "_component_"}
-
-
 def _kind(
     key: str,
     node: Any,
@@ -104,7 +100,7 @@ def _kind(
         beside = EnvironmentConfig.model_fields if key == "environment" else ()
         check_component(key, DictConfig(dict(node)), beside=beside)
         component = _load(key, path)
-    arguments = _arguments(node)
+    arguments = arguments_of(node)
     of = _class_of(key, path, component, arguments)
     if not callable(getattr(of, "reset", None)):
         raise ConfigError(f"{key}._component_={path}: has no method reset(**row); add one.")

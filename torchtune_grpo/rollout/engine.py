@@ -10,7 +10,7 @@ from torchtune import utils
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.check import instantiate
+from torchtune_grpo.config.check import arguments_of, instantiate
 from torchtune_grpo.config.keys import ENGINES, GRPOConfig, RolloutConfig
 from torchtune_grpo.config.text import ConfigError, noted
 from torchtune_grpo.rollout.decoder import unsupported_reason
@@ -41,10 +41,9 @@ def engine_class(settings: RolloutConfig) -> type[RolloutEngine]:
 
 def capabilities_of(settings: RolloutConfig) -> Capabilities:
     """Return what the config's engine can do with the arguments that the config gives it."""
-    arguments = {key: value for key, value in settings.engine.items() if key != "_component_"}
     engine = engine_class(settings)
     try:
-        return engine.capabilities(**arguments)
+        return engine.capabilities(**arguments_of(settings.engine))
     except TypeError as error:  # an argument is missing
         raise ConfigError(f"{_key(settings)}: {error}") from error
 

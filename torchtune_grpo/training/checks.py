@@ -14,7 +14,7 @@ from torchtune import utils
 from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.modules import TransformerDecoder
 
-from torchtune_grpo.config.check import instantiate
+from torchtune_grpo.config.check import arguments_of, instantiate
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, describe, noted, read_json
@@ -106,7 +106,7 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
     for layer in list(model.layers)[:1]:
         built["num_attention_heads"] = layer.attn.num_heads
         built["num_key_value_heads"] = layer.attn.num_kv_heads
-    given = {key: value for key, value in cfg.model.items() if key != "_component_"}
+    given = arguments_of(cfg.model)
     for name, value in built.items():
         if hf_config.get(name) not in (None, value):
             raise ValueError(
