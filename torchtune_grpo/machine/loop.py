@@ -28,7 +28,7 @@ def run(awaitable: Awaitable[T], timeout: float | None = None) -> T:
     After ``timeout`` seconds, or on Ctrl-C, it is cancelled; the former raises a TimeoutError.
     """
     loop = _running_loop()
-    future = asyncio.run_coroutine_threadsafe(outcome(awaitable), loop)
+    future = asyncio.run_coroutine_threadsafe(_outcome(awaitable), loop)
     try:
         value, error = future.result(timeout)
     except BaseException:
@@ -40,7 +40,7 @@ def run(awaitable: Awaitable[T], timeout: float | None = None) -> T:
     return value
 
 
-async def outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
     """Return a result or an error: raised in a loop, SystemExit and others would end it."""
     try:
         return await awaitable, None

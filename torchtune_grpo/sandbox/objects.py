@@ -24,7 +24,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from torchtune_grpo.machine.loop import outcome
 from torchtune_grpo.sandbox import syscalls
 from torchtune_grpo.sandbox.server import end_all, fork_task
 from torchtune_grpo.sandbox.wire import PeerGone, dump, receive, receive_bytes, send
@@ -136,7 +135,14 @@ def _run_object(requests: socket.socket, to_import: Sequence[str]) -> None:
 
 def _awaited(awaitable: Awaitable[object], loop: asyncio.AbstractEventLoop) -> object:
     """Wait for what an awaitable returns; a task of it that raises SystemExit ends only itself."""
-    task = loop.create_task(outcome(awaitable))
+
+    async def outcome() -> tuple[object, BaseException | None]:
+        try:
+            return await awaitable, None
+        except BaseException as error:
+            return None, error
+
+    task = loop.create_task(outcome())
     while not task.done():
         with contextlib.suppress(BaseException):
             loop.run_until_complete(task)
