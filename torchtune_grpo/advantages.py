@@ -120,7 +120,11 @@ def reward_advantages(
     if aggregation == "sum_then_normalize":
         advantages[rows] = normalize(total[rows])
         return advantages
-    normalized = [normalize(column) for column in scores[rows].unbind(1)]
+    # A reward of weight 0 is only logged: it may be one that cannot be normalized.
+    normalized = [
+        normalize(column) if weight else torch.zeros_like(column)
+        for column, weight in zip(scores[rows].unbind(1), weights.tolist(), strict=True)
+    ]
     combined = (torch.stack(normalized, dim=1) * weights).sum(dim=1)
     counted = combined[~total[rows].isnan()]
     advantages[rows] = combined / (_std_over_ranks(counted) + STD_EPSILON)

@@ -180,7 +180,9 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
         "eval_dataset.num_samples=8",
         "eval_dataset.prefill='<think>.</think><answer>7</answer>'",
         "evaluation.sampling.temperature=9",  # or nothing is written behind it
-        "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward, name: right}]",
+        "rewards=[{_component_: torchtune_grpo.rewards.last_number_reward, name: last, weight: 0},"
+        "{_component_: torchtune_grpo.rewards.math_correctness_reward, name: right},"
+        "{_component_: mine.varied}]",  # does not tell right from wrong
         "--output",
     ]
     files = [tmp_path / "one.json", tmp_path / "two.json"]
@@ -197,13 +199,18 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
         assert group["prompts"] == len(rows) == (8 if name == "all" else 2)
         golds = [row["columns"]["answer"] for row in rows]
         answers = [[row["greedy"], *row["samples"]] for row in rows]
-        (found,) = (each["before"] for each in group["graders"].values())
-        assert found["eval/accuracy"] == found["eval/pass@1"] == fmean(gold == 7 for gold in golds)
-        assert found["eval/mean_length"] == fmean(each[0]["tokens"] for each in answers)
-        title = re.escape(f"\n{name}: {len(rows)} prompts, right ")
-        shown = re.search(rf"{title} +before\n((?:.+\n)+)", said)[1]
-        cells = dict(re.findall(r"(\S+@?\d?) +([\d.]+) \[[\d.]+, [\d.]+\]\n", shown))
-        assert cells == {
-            metric: f"{found[f'eval/{metric}']:.3f}"
-            for metric in ("accuracy", "pass@1", "pass@2", "pass@4", "maj@4")
-        }
+        right, last = (each["before"] for each in group["graders"].values())
+        assert [*group["graders"]] == ["right", "last"]  # the one that trains comes first
+        assert right["eval/accuracy"] == right["eval/pass@1"] == fmean(gold == 7 for gold in golds)
+        numbers = [re.findall(r"-?\d+", each[0]["completion"])[-1] for each in answers]
+        hits = [number == str(gold) for number, gold in zip(numbers, golds, strict=True)]
+        assert last["eval/accuracy"] == fmean(hits)
+        for grader, found in (("right", right), ("last", last)):
+            assert found["eval/mean_length"] == fmean(each[0]["tokens"] for each in answers)
+            title = re.escape(f"\n{name}: {len(rows)} prompts, {grader} ")
+            shown = re.search(rf"{title} +before\n((?:.+\n)+)", said)[1]
+            cells = dict(re.findall(r"(\S+@?\d?) +([\d.]+) \[[\d.]+, [\d.]+\]\n", shown))
+            assert cells == {
+                metric: f"{found[f'eval/{metric}']:.3f}"
+                for metric in ("accuracy", "pass@1", "pass@2", "pass@4", "maj@4")
+            }

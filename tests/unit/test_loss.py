@@ -89,6 +89,22 @@ def test_max_rl_refuses_a_negative_reward_on_every_rank(monkeypatch):
         group_advantages(torch.tensor([1.0, 0.0]), **options)
 
 
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_a_reward_of_weight_0_changes_nothing(aggregation):
+    """Even one of negative values, which MaxRL cannot scale, or of none."""
+    nan = math.nan
+    scores = torch.tensor([[1.0, -3.0, nan], [0.0, 2.0, nan], [1.0, nan, nan], [1.0, 9.0, nan]])
+    options = {"group_size": 2, "normalization": "max_rl", "aggregation": aggregation}
+
+    def advantages(scores, *weights):
+        weights, failed = torch.tensor(weights), torch.zeros_like(scores).bool()
+        total = total_reward(scores, failed, weights, group_size=2)
+        return reward_advantages(total, scores, weights, **options)
+
+    alone = advantages(scores[:, :1], 1.0)
+    assert alone[0] > 0 and torch.equal(alone, advantages(scores, 1.0, 0.0, 0.0))
+
+
 def test_a_reward_that_does_not_apply_is_left_out():
     nan = math.nan
     scores = torch.tensor([[1.0, nan], [0.0, nan], [1.0, 4.0], [0.0, nan]])

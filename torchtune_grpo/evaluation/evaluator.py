@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -56,6 +56,12 @@ class Evaluation:
     reward: str  # the one that decides what is right
     measure: str  # name of its mean
     seconds: float  # spent on the answers and their scores
+    others: tuple[str, ...] = ()  # further rewards that tell right answers from wrong ones
+
+    @property
+    def graders(self) -> dict[str, Evaluation]:
+        """The same answers as each of these rewards sees them, the deciding one first."""
+        return {name: replace(self, reward=name) for name in (self.reward, *self.others)}
 
     @cached_property
     def record(self) -> dict[str, object]:
@@ -104,8 +110,8 @@ def compare_policies(found: Mapping[str, Evaluation], *, by: str | None) -> dict
     """Compare evaluations ``before`` and perhaps ``after`` training, by prompt group.
 
     The groups are all prompts, and those with the same value in the column ``by``. Each holds its
-    number of ``prompts`` and, by the deciding reward's name, the record of each evaluation and the
-    ``change``.
+    number of ``prompts`` and, by the name of each reward that tells right from wrong, the record of
+    each evaluation and the ``change``.
     """
     before = found["before"].answered
     groups = {"all": [*range(len(before))]}
@@ -114,16 +120,17 @@ def compare_policies(found: Mapping[str, Evaluation], *, by: str | None) -> dict
             groups.setdefault(f"{by}={each.columns[by]}", []).append(row)
     compared: dict[str, object] = {}
     for name, rows in groups.items():
-        graders = {found["before"].reward: _compared(found, rows)}
+        parts = {
+            who: replace(each, answered=[each.answered[row] for row in rows])
+            for who, each in found.items()
+        }
+        graders = {grader: _compared(parts, grader) for grader in found["before"].graders}
         compared[name] = {"prompts": len(rows), "graders": graders}
     return compared
 
 
-def _compared(found: Mapping[str, Evaluation], rows: Sequence[int]) -> dict[str, dict[str, object]]:
-    records = {}
-    for who, evaluation in found.items():
-        answered = [evaluation.answered[row] for row in rows]
-        records[who] = replace(evaluation, answered=answered).record
+def _compared(found: Mapping[str, Evaluation], grader: str) -> dict[str, dict[str, object]]:
+    records = {who: evaluation.graders[grader].record for who, evaluation in found.items()}
     if "after" in records:
         changes = Comparison(records["before"], records["after"]).changes
         records["change"] = {f"eval/{name}": test._asdict() for name, test in changes.items()}
@@ -158,6 +165,7 @@ class Evaluator:
     ) -> None:
         self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
         self._rewards, self._decider = rewards, rewards.decider
+        self._others = tuple(each.name for each in rewards.deciders[1:])
         self._environment = environment
         named = {name: rewards.answer_of(name) for name in rewards.names}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
@@ -186,9 +194,13 @@ class Evaluator:
             for item, first, more in zip(items, greedy, samples, strict=True)
         ]
         everyone = chain.from_iterable(gather_over_ranks(answered[:count]))
-        in_order, name = sorted(everyone, key=lambda each: each.index), self._decider.name
-        seconds = time.perf_counter() - begun
-        evaluation = Evaluation(in_order, name, self._decider.measure, seconds)
+        evaluation = Evaluation(
+            sorted(everyone, key=lambda each: each.index),
+            reward=(name := self._decider.name),
+            measure=self._decider.measure,
+            seconds=time.perf_counter() - begun,
+            others=self._others,
+        )
         if evaluation.record.get("eval/none") == 1:
             raise ValueError(
                 f"eval_dataset: {name} applies to no answer; name another reward in "

@@ -166,13 +166,20 @@ class RewardSet:
         """The lowest and the highest value that each reward declares."""
         return {reward.name: reward.reward_range for reward in self.rewards}
 
-    @cached_property
+    @property
     def decider(self) -> Decider:
         """The reward that decides what is right."""
+        return self.deciders[0]
+
+    @cached_property
+    def deciders(self) -> list[Decider]:
+        """The rewards that tell right from wrong, the deciding one first; or else the first one."""
         known = [r for r in self.rewards if r.name == self._deciding or r.decides]
         # The one that is named comes first, and then those that train.
         known.sort(key=lambda reward: (reward.name != self._deciding, reward.weight == 0))
-        return Decider((known or self.rewards)[0], is_known=bool(known))
+        first = {reward.name: reward for reward in reversed(known)}
+        names = dict.fromkeys(reward.name for reward in known)
+        return [Decider(first[name], True) for name in names] or [Decider(self.rewards[0], False)]
 
     def gate(self, wanted: bool | None) -> str | None:
         """Name the reward that has to differ within a group before the others may train on it.
