@@ -30,11 +30,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.text import to_json
+from torchtune_grpo.config.text import to_json, write_text
 from torchtune_grpo.evaluation import thresholds
 from torchtune_grpo.evaluation.statistics import Score, bootstrap_interval
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import free_bytes, only_warnings, seed_step
+from torchtune_grpo.machine.progress import Meter
 from torchtune_grpo.monitor import findings
 from torchtune_grpo.monitor.findings import History, Sign
 from torchtune_grpo.monitor.metrics import StepMetrics
@@ -94,23 +95,26 @@ def make_plan(given: DictConfig, objects: Mapping[str, object] | None = None) ->
     )
     recipe = GRPOFullFinetuneRecipe(cfg, Run(cfg, objects=objects))
     try:
-        with only_warnings():
-            recipe.setup(cfg)
-        plan = _plan(recipe)
+        with Meter("Plan", total=_ROUNDS + 1) as meter:
+            meter.show("reads the data and the model")
+            with only_warnings():
+                recipe.setup(cfg)
+            plan = _plan(recipe, meter)
     finally:
         recipe.run.close()
         lock.release(folder / ".plan")
         shutil.rmtree(folder / ".plan", ignore_errors=True)
     plan.seconds = time.perf_counter() - start
     text = json.dumps(to_json(asdict(plan)), indent=1)
-    (folder / "plan.json").write_text(text, encoding="utf-8")
+    write_text(folder / "plan.json", text)
     return plan
 
 
-def _plan(recipe: GRPOFullFinetuneRecipe) -> Plan:
+def _plan(recipe: GRPOFullFinetuneRecipe, meter: Meter) -> Plan:
     run, cfg, size = recipe.run, recipe.cfg, recipe.cfg.grpo_samples
     groups, seen = run.recorder.groups, []
     times: list[dict[str, float]] = []
+    run.recorder.progress = lambda now: meter.show(f"rollout {now}")
     start = time.perf_counter()
     while not times or (len(times) < _ROUNDS and time.perf_counter() - start < _SECONDS):
         recipe.steps.done = len(times)
@@ -119,6 +123,7 @@ def _plan(recipe: GRPOFullFinetuneRecipe) -> Plan:
         with step.timer("step_time"):
             last = recipe.rollout(step)
         times.append(step.compute())
+        meter.show(done=len(times))
         seen += groups.rollouts
         _, prompts = groups.take(recipe.steps.done)
         run.sampler.learn(prompts["prompt_index"], prompts["pass_rate"])
@@ -129,6 +134,7 @@ def _plan(recipe: GRPOFullFinetuneRecipe) -> Plan:
     history = History(cfg, run.rewards.ranges, decider)
     event: Any = {"kind": "step", "step": 0, "wrong": scores.wrong, **metrics.compute()}
     history.add(event)
+    meter.show("trains on the last step", done=_ROUNDS)
     moved, update = _train_once(recipe, last)
     assert rows.advantages is not None
     plan = Plan(

@@ -49,6 +49,7 @@ from torchtune_grpo.machine.device import (
     weight_bytes,
 )
 from torchtune_grpo.machine.interrupt import Interrupts
+from torchtune_grpo.machine.progress import Meter
 from torchtune_grpo.monitor.recorder import Recorder
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import sample_groups
@@ -236,17 +237,19 @@ class Run:
         seed: int,
     ) -> Trajectory:
         """Sample a group of responses for each item, outside of training: [B*G] rows."""
-        return sample_groups(
-            engine,
-            collate_prompts(items),
-            tokenizer=self.tokenizer,
-            group_size=group_size,
-            params=params,
-            prefill=self.dataset.prefill,
-            seed=seed,
-            step=0,
-            environment=self.environment,
-        )
+        with Meter("Answers", total=len(items) * group_size) as meter:
+            return sample_groups(
+                engine,
+                collate_prompts(items),
+                tokenizer=self.tokenizer,
+                group_size=group_size,
+                params=params,
+                prefill=self.dataset.prefill,
+                seed=seed,
+                step=0,
+                environment=self.environment,
+                report=lambda now: meter.show(done=now.finished, tokens=now.tokens),
+            )
 
     def make_evaluator(self, dataset: PromptData) -> Evaluator:
         """Make an evaluator for a data set that works like the run's own."""

@@ -169,6 +169,25 @@ def test_the_command_repeats_the_runs_evaluations(whole, tmp_path):
         assert done.code == 1 and done.err.startswith(f"Error: {told}"), done.err
 
 
+def test_a_killed_evaluation_goes_on_with_the_answers_it_has(whole, tmp_path):
+    """On other ranks, too, but not with another config; the report is that of one in one go."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    said = evaluate(whole, "--output", str(one)).out
+    assert said.endswith(f"Written to {one}\n")
+    kill = {"check": False, "SIGNAL": "evaluation 4:9"}
+    assert evaluate(whole, "--output", str(two), **kill).code == -9
+    assert len((tmp_path / ".two.json.before").read_text().splitlines()) == 1 + 4
+    assert not two.exists()
+    fails_if_asked_again = {"check": False, "SIGNAL": "evaluation 0:9"}
+    again = evaluate(whole, "seed=1", "--output", str(two), **fails_if_asked_again)
+    assert again.code == -9
+    assert evaluate(whole, "--output", str(two), **kill).code == -9
+    evaluate(whole, "--output", str(two), ranks=2, SIGNAL="evaluation 0:9")
+    assert two.read_bytes() == one.read_bytes() and len([*tmp_path.iterdir()]) == 2
+    refused = evaluate(whole, "--output", str(tmp_path), check=False)
+    assert refused.err == f"Error: --output={tmp_path}: is a folder; name a file in it.\n"
+
+
 @pytest.mark.slow
 def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, tmp_path):
     """Each answer begins with the prefill, hence every strict verdict is known: the gold is 7.
@@ -187,7 +206,8 @@ def test_the_table_is_that_of_the_answers_by_any_column_and_on_two_ranks(whole, 
     ]
     files = [tmp_path / "one.json", tmp_path / "two.json"]
     said = evaluate(whole, *arguments, str(files[0])).out
-    assert evaluate(whole, *arguments, str(files[1]), ranks=2).out == said
+    by_two = evaluate(whole, *arguments, str(files[1]), ranks=2).out
+    assert by_two == said.replace("one.json", "two.json")
     assert files[0].read_bytes() == files[1].read_bytes()
     alone = ["--base", "eval_dataset.num_samples=1"]  # the second rank has no prompt
     assert evaluate(whole, *alone, ranks=2).out == evaluate(whole, *alone).out

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchtune_grpo.evaluation import answers
+from torchtune_grpo.evaluation.answers import KeptAnswers, parts
 from torchtune_grpo.evaluation.evaluator import Answer, Answered, Evaluation, Evaluator
 from torchtune_grpo.evaluation.statistics import (
     Comparison,
@@ -72,12 +74,12 @@ def test_answers_of_one_value_vote_together():
     assert Reward("length", length).answer_of is None
 
 
+def answer(score: float | None) -> Answer:
+    return Answer("text \ud800", 3, False, scores={"r": score}, stated={"r": "7"})
+
+
 def evaluation_of(*prompts: tuple[float | None, list[float | None]]) -> Evaluation:
     """An evaluation of prompts with the score of the greedy answer, and those of samples."""
-
-    def answer(score: float | None) -> Answer:
-        return Answer("", 3, False, scores={"r": score}, stated={"r": "7"})
-
     answered = [
         Answered(index, "", {}, answer(greedy), [*map(answer, samples)])
         for index, (greedy, samples) in enumerate(prompts)
@@ -154,3 +156,37 @@ def test_the_metrics_of_so_many_samples():
     assert evaluation_metrics(0) == ["eval/accuracy"]
     assert evaluation_metrics(1) == ["eval/accuracy", "eval/pass@1"]
     assert evaluation_metrics(2) == ["eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/maj@2"]
+
+
+def test_kept_answers_are_those_written_whole_about_the_same(tmp_path):
+    file, about = tmp_path / "kept", {"weights": "w", "seed": 1}
+    given = {3: [answer(0.5)], 5: [answer(None), answer(1.0)]}
+    KeptAnswers(file, about).add("greedy", given)
+    with file.open("a") as torn:
+        torn.write('{"kind": "greedy", "ind')
+    kept = KeptAnswers(file, about)
+    assert kept.of("greedy") == given and not kept.of("sampled")
+    kept.add("greedy", {7: [answer(0.0)]})
+    assert KeptAnswers(file, about).of("greedy").keys() == {3, 5, 7}
+    assert not KeptAnswers(file, about | {"seed": 2}).of("greedy")
+    assert not KeptAnswers(file, about).of("greedy")  # begun anew by the other
+
+
+def test_parts_grow_while_they_are_short_or_more_answers_at_once_are_faster(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(answers.time, "monotonic", lambda: now[0])
+
+    def sizes(seconds, count=600, most=None):
+        found = []
+        for part in parts([{"index": n} for n in range(count)], most=most, is_kept=True):
+            found.append(len(part))
+            now[0] += seconds(len(part))
+        assert sum(found) == count
+        return found
+
+    assert sizes(lambda n: 0.5 * n) == [16, 32, 64, 64, 64, 64, 64, 64, 64, 64, 40]
+    assert sizes(lambda n: 100 + n / 64) == [16, 32, 64, 128, 256, 104]  # as on a GPU
+    assert sizes(lambda n: 20.0 * n, count=40) == [16, 32 - 8]
+    assert sizes(lambda n: 0, most=200) == [16, 32, 64, 128, 200, 160]
+    whole = parts([{"index": n} for n in range(90)], most=None, is_kept=False)
+    assert [len(part) for part in whole] == [90]

@@ -1,11 +1,14 @@
 """Display of a run's progress, with a terminal and without."""
 
 import io
+import re
+import time
 
 import pytest
 from tqdm import tqdm
 
-from torchtune_grpo.machine.device import BAR_FORMAT
+from torchtune_grpo.machine import progress
+from torchtune_grpo.machine.progress import BAR_FORMAT, Meter
 from torchtune_grpo.monitor import terminal
 from torchtune_grpo.monitor.terminal import ProgressLine
 from torchtune_grpo.rollout.request import Progress
@@ -31,7 +34,7 @@ def test_a_long_run_fits_80_columns(said):
 def test_without_a_terminal_each_step_is_a_line(capsys, caplog, monkeypatch):
     """The time left is that of the steps since the run was resumed, evaluations included."""
     now = [100.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with make_progress() as shown:
         shown.rollout(Progress(tokens=1, finished=0, live=1, rows=1))
         now[0] += 90.0
@@ -41,6 +44,22 @@ def test_without_a_terminal_each_step_is_a_line(capsys, caplog, monkeypatch):
     assert first == f"Step 4/5: {SHOWN}, 01:30 left"
     assert second.startswith("Step 5/5: reward 1.00, 10.0 tok/s, ")
     assert "\r" not in "".join(capsys.readouterr())
+
+
+def test_without_a_terminal_the_innermost_meter_speaks_now_and_then(capsys, monkeypatch):
+    """It does whatever this thread is busy with; what was there before says nothing of the time."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.2)
+    said = lambda: capsys.readouterr().err.splitlines()  # noqa: E731
+    with Meter("Step", total=100, is_run=True):
+        with Meter("Evaluation", total=400) as meter:
+            meter.skip(100)
+            meter.show(done=250, tokens=5000)
+            time.sleep(0.5)
+            assert re.fullmatch(r"Evaluation 250/400: \S+ tok/s, 00:00 left", said()[-1])
+        time.sleep(0.3)
+        assert said()[0] == "Step 0/100: begins"
+    time.sleep(0.3)
+    assert not said()
 
 
 def test_on_a_terminal_lines_and_the_bar_do_not_mix(monkeypatch):

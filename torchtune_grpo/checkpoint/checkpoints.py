@@ -76,6 +76,11 @@ class Checkpoints:
         values = resume.run_config(self._cfg, base_files=self._checkpointer._checkpoint_paths)
         return {**values, **self._digests}
 
+    def identity(self, checkpoint: Path | None) -> dict[str, object]:
+        """Return all that answers with a checkpoint's weights depend on; None = before training."""
+        own = {"checkpoint": None if checkpoint is None else files.sums(checkpoint)}
+        return {**self._run_config, **own, "batch_size * ranks": None}
+
     def base_weights(self) -> dict[str, object]:
         """Return the weights to start from, with torchtune's names and Hugging Face's row order."""
         return load_weights(self._checkpointer, self._node)

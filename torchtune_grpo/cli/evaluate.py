@@ -23,7 +23,8 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo.checkpoint.folder import all_checkpoints, checkpoint_folder, step_of
 from torchtune_grpo.cli.commands import add_run, run_config
-from torchtune_grpo.config.text import to_json, visible
+from torchtune_grpo.config.text import check_writable, to_json, visible, write_text
+from torchtune_grpo.evaluation.answers import KeptAnswers
 from torchtune_grpo.evaluation.evaluator import Evaluation, compare_policies, comparison_tables
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.rewards import TrainerState
@@ -44,17 +45,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write, with every answer")
     args = parser.parse_intermixed_args()
     run = _run(args)
-    if args.output is not None:
-        args.output.touch()  # an unwritable file fails now, not after an hour of answers
-    report = evaluate(run, base=args.base, checkpoint=args.checkpoint, by=args.by)
+    if args.output is not None:  # fails now, not after an hour of answers
+        check_writable("--output", args.output)
+    where = {"base": args.base, "checkpoint": args.checkpoint, "by": args.by}
+    report = evaluate(run, **where, output=args.output)
     run.close()
     if parallel.rank() == 0:
+        if args.output is not None:
+            write_text(args.output, json.dumps(to_json(report), indent=1))
+            for who in report["weights"]:
+                _kept(args.output, who).unlink()
         count, temperature = report["samples"], report["temperature"]
         sampled = f", {count} samples each at temperature {temperature:g}" if count else ""
         print(f"Greedy answers{sampled}. [95 % interval over prompts]")
         print(*comparison_tables(report["groups"]), *shown(report, args.show), sep="\n")
         if args.output is not None:
-            args.output.write_text(json.dumps(to_json(report), indent=1), encoding="utf-8")
+            print(f"Written to {args.output}")
     parallel.end_process_group()
 
 
@@ -73,13 +79,18 @@ def _run(args: argparse.Namespace) -> Run:
 
 
 def evaluate(
-    run: Run, *, base: bool = False, checkpoint: str | None = None, by: str | None = None
+    run: Run,
+    *,
+    base: bool = False,
+    checkpoint: str | None = None,
+    by: str | None = None,
+    output: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate a run's policy before and after training; every rank has to call it.
 
     ``base``: only before training. ``checkpoint``: a folder in ``output_dir``; None = the newest.
-    Prompts are grouped by their values in the column ``by``. docs/evaluation.md describes the
-    report that is returned.
+    Prompts are grouped by their values in the column ``by``. Until the end, answers are kept beside
+    the file ``output``. docs/evaluation.md describes the report that is returned.
     """
     run.prepare_model()
     cfg, weights = run.cfg, _weights(run, base=base, checkpoint=checkpoint)
@@ -92,7 +103,11 @@ def evaluate(
     for who, folder in weights.items():
         step = step_of(folder) if folder else 0
         state = TrainerState(global_step=step, max_steps=cfg.num_steps)
-        found[who] = evaluator(run.load_engine(folder), state=state)
+        kept = None
+        if output is not None:
+            about = [run.checkpoints.identity(folder), dataset.digest]
+            kept = KeptAnswers(_kept(output, who), about)
+        found[who] = evaluator(run.load_engine(folder), state=state, kept=kept)
     answered = {who: each.answered for who, each in found.items()}
     return {
         "weights": {who: str(at or cfg.checkpointer.checkpoint_dir) for who, at in weights.items()},
@@ -102,6 +117,11 @@ def evaluate(
         "groups": compare_policies(found, by=by),
         "answers": {who: [asdict(each) for each in prompts] for who, prompts in answered.items()},
     }
+
+
+def _kept(output: Path, who: str) -> Path:
+    """Return the file that keeps a policy's answers until the report is written."""
+    return output.with_name(f".{output.name}.{who}")
 
 
 def _weights(run: Run, *, base: bool, checkpoint: str | None) -> dict[str, Path | None]:

@@ -120,6 +120,30 @@ def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
     return content
 
 
+def check_writable(key: str, file: Path) -> None:
+    """Raise a ValueError if ``write_text`` could not write a file that ``key`` names."""
+    if file.is_dir():
+        raise ValueError(f"{key}={file}: is a folder; name a file in it.")
+    if not file.parent.is_dir():
+        raise ValueError(f"{key}={file}: there is no folder {file.parent}; make it first.")
+    try:
+        write_text(file.with_name(f".{file.name}.try"), "").unlink()
+    except OSError as error:
+        raise ValueError(f"{key}={file}: {error.strerror}; name another file.") from error
+
+
+def write_text(file: Path, text: str) -> Path:
+    """Write a file beside it, then rename: nobody reads half of one, even after a kill."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}.new")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        return beside.replace(file)
+    except OSError as error:
+        raise OSError(error.errno, f"{file}: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
     """Turn any value into one that ``json.dumps`` writes as valid JSON.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -16,25 +16,15 @@ from torchtune_grpo.config.text import to_json
 from torchtune_grpo.data.dataset import Item, PromptData, collate_prompts
 from torchtune_grpo.environments.environment import Environment
 from torchtune_grpo.evaluation import statistics
+from torchtune_grpo.evaluation.answers import Answer, KeptAnswers, parts
 from torchtune_grpo.evaluation.statistics import Comparison, evaluation_metrics
-from torchtune_grpo.machine.device import make_bar
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank, world_size
+from torchtune_grpo.machine.progress import Meter
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.request import RolloutEngine
 
 _MOST_SESSIONS = 256  # conversations at once, each with a process of its own
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One response to a prompt."""
-
-    completion: str  # as rewards see it
-    tokens: int  # its length
-    truncated: bool  # no stop token came in time
-    scores: dict[str, float | None]  # by reward; 0 where one failed, None where it does not apply
-    stated: dict[str, str | None]  # the answer that each reward sees, if it can name it
 
 
 @dataclass(frozen=True)
@@ -176,26 +166,30 @@ class Evaluator:
                 f"evaluation.keep_best={best}: is not measured; give one of {', '.join(known)}."
             )
 
-    def __call__(self, engine: RolloutEngine, *, state: TrainerState | None = None) -> Evaluation:
-        """Evaluate the engine's policy; every rank has to call it. Rewards get the ``state``."""
-        begun = time.perf_counter()
-        mine = range(rank(), len(self._dataset), world_size())
+    def __call__(
+        self,
+        engine: RolloutEngine,
+        *,
+        state: TrainerState | None = None,
+        kept: KeptAnswers | None = None,
+    ) -> Evaluation:
+        """Evaluate the engine's policy; every rank has to call it. Rewards get the ``state``.
+
+        Answers that are ``kept`` are not given again, and new ones are added to them.
+        """
+        begun, rows = time.perf_counter(), range(len(self._dataset))
         # A row that cannot be used has another one in its place, which is not to count twice.
-        items = [item for index in mine if (item := self._dataset[index])["index"] == index]
-        count = len(items)
-        # Sharding needs every rank as often: more answers are given and dropped.
-        items += [self._dataset[0]] * (-(-len(self._dataset) // world_size()) - count)
+        items = [item for n in rows if (item := self._dataset[n])["index"] == n]
         k, params = self._cfg.evaluation.samples, self._cfg.eval_sampling_params
-        with make_bar("Evaluation ", total=len(items) * (1 + k), leave=False) as bar:
-            greedy = self._answers(engine, items, params.greedy, 1, state, bar)
-            samples = self._answers(engine, items, params, k, state, bar)
-        answered = [
-            Answered(item["index"], str(item["prompt"]), item["columns"], first[0], more)
-            for item, first, more in zip(items, greedy, samples, strict=True)
-        ]
-        everyone = chain.from_iterable(gather_over_ranks(answered[:count]))
+        with Meter("Evaluation", total=_share(len(items)) * (1 + k)) as meter:
+            ask = partial(self._ask, engine, items, state=state, meter=meter, kept=kept)
+            greedy, samples = ask(params.greedy, 1), ask(params, k)
+        in_order = []
+        for item in items:
+            n, prompt = item["index"], str(item["prompt"])
+            in_order.append(Answered(n, prompt, item["columns"], greedy[n][0], samples[n]))
         evaluation = Evaluation(
-            sorted(everyone, key=lambda each: each.index),
+            in_order,
             reward=(name := self._decider.name),
             measure=self._decider.measure,
             seconds=time.perf_counter() - begun,
@@ -208,6 +202,39 @@ class Evaluator:
             )
         return evaluation
 
+    def _ask(
+        self,
+        engine: RolloutEngine,
+        items: list[Item],
+        params: SamplingParams,
+        samples: int,
+        *,
+        state: TrainerState | None,
+        meter: Meter,
+        kept: KeptAnswers | None,
+    ) -> dict[int, list[Answer]]:
+        """Return ``samples`` responses to each item by its index, the same on every rank."""
+        if samples == 0:
+            return {item["index"]: [] for item in items}
+        kind = f"{samples} with {params}"
+        found = {} if kept is None else kept.of(kind)
+        meter.skip(_share(len(found)) * samples)
+        left = [item for item in items if item["index"] not in found]
+        most = None
+        if self._environment is not None:
+            most = max(1, _MOST_SESSIONS // samples) * world_size()
+        for part in parts(left, most=most, is_kept=kept is not None):
+            mine = part[rank() :: world_size()]
+            # Sharding needs every rank as often: more answers are given and dropped.
+            asked = mine + part[:1] * (_share(len(part)) - len(mine))
+            given = self._answers(engine, asked, params, samples, state, meter)
+            own = {item["index"]: answers for item, answers in zip(mine, given, strict=False)}
+            new = dict(chain.from_iterable(each.items() for each in gather_over_ranks(own)))
+            found |= new
+            if kept is not None:
+                kept.add(kind, new)
+        return found
+
     def _answers(
         self,
         engine: RolloutEngine,
@@ -215,17 +242,10 @@ class Evaluator:
         params: SamplingParams,
         samples: int,
         state: TrainerState | None,
-        bar: Any,
+        meter: Meter,
     ) -> list[list[Answer]]:
-        """Return ``samples`` responses to each item."""
-        if samples == 0:
-            return [[] for _ in items]
-        at_once = max(1, _MOST_SESSIONS // samples)
-        if self._environment is not None and len(items) > at_once:
-            parts = [items[i : i + at_once] for i in range(0, len(items), at_once)]
-            asked = (self._answers(engine, part, params, samples, state, bar) for part in parts)
-            return [*chain.from_iterable(asked)]
-        before = bar.n
+        """Return ``samples`` responses of this rank to each item."""
+        done, tokens = meter.done, meter.tokens
         rows = sample_groups(
             engine,
             collate_prompts(items),
@@ -236,9 +256,10 @@ class Evaluator:
             seed=self._cfg.seed,
             step=-1,  # noise that no training step uses
             environment=self._environment,
-            report=lambda now: bar.update(before + now.finished - bar.n),
+            report=lambda now: meter.show(done=done + now.finished, tokens=tokens + now.tokens),
         )
-        bar.update(before + len(items) * samples - bar.n)
+        tokens += int(rows.sampled_lengths.sum())
+        meter.show(done=done + rows.num_rows, tokens=tokens)
         scored = self._rewards(
             prompts=rows.prompts,
             completions=rows.completions,
@@ -259,3 +280,8 @@ class Evaluator:
             for row, text in enumerate(map(str, rows.completions))
         ]
         return [answers[i : i + samples] for i in range(0, len(answers), samples)]
+
+
+def _share(count: int) -> int:
+    """Return how many of so many prompts a rank answers, at most."""
+    return -(-count // world_size())

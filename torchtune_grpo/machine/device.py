@@ -1,4 +1,4 @@
-"""The machine under this process: device, memory, threads, random numbers and terminal."""
+"""The machine under this process: device, memory, threads and random numbers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import utils
-from tqdm import autonotebook, std
-from tqdm.auto import tqdm
 
 from torchtune_grpo.machine.parallel import rank
 
@@ -40,11 +37,6 @@ _DEFAULT_PAD = 128 * 2**10
 HEAP_BYTES = 448 * 2**20
 _MOST_WEIGHTS = 2**30  # in bytes; with larger models, products take far longer than mapping memory
 MAPPED_BYTES = 2**20
-
-# tqdm.auto is the notebook's bar where ipywidgets is installed; without it there are lines.
-_IN_NOTEBOOK = autonotebook.tqdm is not std.tqdm
-# In a run of 1,000 steps all of it fits into 80 columns.
-BAR_FORMAT = "{desc}{n_fmt}/{total_fmt} {bar} <{remaining}{postfix}"
 
 
 def find_device(name: str) -> torch.device:
@@ -232,16 +224,3 @@ def keep_freed_memory(weights: int = 0) -> None:
     free(malloc(_LARGEST_LIMIT - 2**16))
     mallopt(_M_TOP_PAD, _DEFAULT_PAD)
     mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
-
-
-def make_bar(title: str, *, total: int, done: int = 0, leave: bool = True) -> Any:
-    """Make a progress bar, shown only on the first rank's terminal or in a notebook."""
-    return tqdm(
-        desc=title and f"{title} ",
-        total=total,
-        initial=done,
-        leave=leave,
-        bar_format=BAR_FORMAT,
-        dynamic_ncols=True,
-        disable=rank() > 0 or (False if _IN_NOTEBOOK else None),
-    )

@@ -9,7 +9,7 @@ import platform
 import random
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from itertools import chain
 from pathlib import Path
@@ -74,7 +74,8 @@ class Recorder:
         self._decider, self._ranges = decider, rewards
         self.groups = GroupRecorder(cfg, decider=decider.name)
         self._findings = Watch(cfg, rewards, decider=decider.name)
-        self._progress: ProgressLine | None = None
+        self._shown: ProgressLine | None = None
+        self.progress: Callable[[Progress], None] = lambda now: None  # shows that of a rollout
         if rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             with redirect_stdout(io.StringIO()):  # loggers print where they write
@@ -116,7 +117,8 @@ class Recorder:
         start["forms"] = [name for name, (lowest, _) in declared.items() if lowest >= 0]
         on_first_rank(append, self._folder, "start", done, start)
         deciding = {f"rewards/{decider.name}/mean": decider.measure}
-        with ProgressLine(self._cfg.num_steps, done=done, deciding=deciding) as self._progress:
+        with ProgressLine(self._cfg.num_steps, done=done, deciding=deciding) as self._shown:
+            self.progress = self._shown.rollout
             try:
                 yield
             finally:
@@ -126,10 +128,6 @@ class Recorder:
                 log.info(line)
             if self.is_base:
                 log.warning(STILL_THE_BASE)
-
-    def progress(self, now: Progress) -> None:
-        if self._progress is not None:
-            self._progress.rollout(now)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, list[object]]:
         """Record a finished step; every rank has to call it.
@@ -147,9 +145,9 @@ class Recorder:
         self.is_base &= not changes_weights(event)
         if rank() == 0:
             append_groups(self._folder, groups, done=step / self._cfg.num_steps)
-        if self._progress is not None:
-            self._progress.step_done(step, metrics)
-        if step % _STEPS_PER_PAGE == 0:
+        if self._shown is not None:
+            self._shown.step_done(step, metrics)
+        if step == 1 or step % _STEPS_PER_PAGE == 0:
             self._write_page()
         return prompts
 

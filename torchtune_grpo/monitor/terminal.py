@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_grpo.evaluation.statistics import Comparison
-from torchtune_grpo.machine.device import make_bar
+from torchtune_grpo.machine.progress import Meter
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, Finding, Measured
 from torchtune_grpo.rollout.request import Progress
 
@@ -34,25 +33,19 @@ class ProgressLine(ExitStack):
 
     def __init__(self, steps: int, *, done: int, deciding: Mapping[str, str]) -> None:
         super().__init__()
-        self._steps, self._done = steps, done
         self._shown = {"reward": "reward", **deciding, "frac_informative_groups": "informative"}
-        self._start = time.monotonic()
         self.enter_context(logging_redirect_tqdm(loggers=[log]))
-        self._bar = self.enter_context(make_bar("", total=steps, done=done))
+        self._meter = self.enter_context(Meter("Step", total=steps, done=done, is_run=True))
 
     def rollout(self, now: Progress) -> None:
-        self._bar.set_postfix_str(f"rollout {now}")
+        self._meter.show(f"rollout {now}")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         parts = [f"{title} {metrics[n]:.2f}" for n, title in self._shown.items() if n in metrics]
         parts.append(f"{tqdm.format_sizeof(metrics['tokens_per_second'])} tok/s")
-        text = ", ".join(parts)
-        if self._bar.disable:
-            seconds = (time.monotonic() - self._start) / (step - self._done)  # of one step
-            left = tqdm.format_interval(seconds * (self._steps - step))
-            utils.log_rank_zero(log, f"Step {step}/{self._steps}: {text}, {left} left")
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update()
+        self._meter.show(", ".join(parts), done=step)
+        if self._meter.has_lines:
+            log.info(self._meter.line())
 
 
 def summary(

@@ -11,7 +11,6 @@ import hashlib
 import html
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.config.text import flat, visible
+from torchtune_grpo.config.text import flat, visible, write_text
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, RunRecord, read_lines
 from torchtune_grpo.monitor.report.panels import MAX_POINTS, panels
 from torchtune_grpo.monitor.report.verdict import verdict
@@ -227,7 +226,7 @@ def _setup(run: RunRecord) -> list[Table]:
 
 
 def _write(path: Path, title: str, data: Record) -> None:
-    """Write beside ``path``, then rename: a browser that reloads sees one page or the other."""
+    """Write the page; a browser that reloads sees the old or the new one."""
     parts = _parts()
     scripts = (parts[name].encode() for name in ("bokeh", "bokeh_api", "curves", "script"))
     hashes = (base64.b64encode(hashlib.sha256(each).digest()).decode() for each in scripts)
@@ -245,12 +244,7 @@ def _write(path: Path, title: str, data: Record) -> None:
     }
     # In one pass, so that inserted text is not searched again.
     text = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], parts["page"])
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_text(path, text)
 
 
 @cache

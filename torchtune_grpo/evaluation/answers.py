@@ -1,0 +1,97 @@
+"""Answers to held-out prompts: how many are given at once, and a file that keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune_grpo.config.text import to_json
+from torchtune_grpo.data.dataset import Item
+from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank
+
+_FIRST_PART = 16  # prompts
+_SHORT, _LONG = 30.0, 60.0  # seconds of a part whose answers are kept
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response to a prompt."""
+
+    completion: str  # as rewards see it
+    tokens: int  # its length
+    truncated: bool  # no stop token came in time
+    scores: dict[str, float | None]  # by reward; 0 where one failed, None where it does not apply
+    stated: dict[str, str | None]  # the answer that each reward sees, if it can name it
+
+
+class KeptAnswers:
+    """A file from which a killed evaluation goes on; every rank has to call each method.
+
+    Its first line is a digest of what answers depend on, ``about``: weights, config and rows. A
+    file about anything else is begun anew.
+    """
+
+    def __init__(self, path: Path, about: object) -> None:
+        self._path = path
+        self._head = hashlib.sha256(json.dumps(to_json(about)).encode()).hexdigest()
+        self._lines: list[dict[str, Any]] = on_first_rank(self._begin)
+
+    def _begin(self) -> list[dict[str, Any]]:
+        """Read the lines that are whole, and leave a file of these alone."""
+        lines = []
+        for line in self._path.read_bytes().splitlines() if self._path.exists() else ():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:  # a kill has torn it
+                break
+        known = lines[1:] if lines[:1] == [self._head] else []
+        beside = self._path.with_name(f"{self._path.name}.new")
+        beside.write_text("".join(json.dumps(each) + "\n" for each in (self._head, *known)))
+        beside.replace(self._path)
+        return known
+
+    def of(self, kind: str) -> dict[int, list[Answer]]:
+        """Return the answers of a kind, by the prompt's position in the data set."""
+        found: dict[int, list[Answer]] = {}
+        for line in self._lines:
+            if line["kind"] == kind:
+                found[line["index"]] = [Answer(**each) for each in line["answers"]]
+        return found
+
+    def add(self, kind: str, answers: Mapping[int, Sequence[Answer]]) -> None:
+        lines = [
+            json.dumps({"kind": kind, "index": n, "answers": to_json([*map(asdict, each)])})
+            for n, each in answers.items()
+        ]
+
+        def write() -> None:
+            with self._path.open("a") as file:
+                file.writelines(f"{line}\n" for line in lines)
+
+        on_first_rank(write)
+
+
+def parts(items: list[Item], *, most: int | None, is_kept: bool) -> Iterator[list[Item]]:
+    """Yield prompts that are to be answered together: all of them, or at most so many.
+
+    A part that is kept is what a kill loses. It grows while it takes less than half a minute, or
+    while twice as many prompts take not much longer, as on a GPU; beyond a minute it shrinks.
+    """
+    start, size, rate = 0, _FIRST_PART if is_kept else len(items), 0.0
+    while start < len(items):
+        part = items[start : start + min(size, most or size)]
+        begun = time.monotonic()
+        yield part
+        start += len(part)
+        if is_kept:
+            seconds = max(gather_over_ranks(time.monotonic() - begun))
+            before, rate = rate, len(part) / max(seconds, 1e-9)
+            if seconds < _SHORT or rate > 1.5 * before:
+                size *= 2
+            elif seconds > _LONG:
+                size = max(1, size // 2)
