@@ -23,7 +23,7 @@ from torchtune_grpo.checkpoint.checkpoints import Checkpoints, check_state
 from torchtune_grpo.checkpoint.folder import claim_output_dir, set_aside_previous_run
 from torchtune_grpo.checkpoint.push import check_login
 from torchtune_grpo.checkpoint.resume import restore_optimizer
-from torchtune_grpo.config.check import instantiate, read_config
+from torchtune_grpo.config.check import check_imports, instantiate, read_config
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
 from torchtune_grpo.config.text import noted
 from torchtune_grpo.data.dataset import Item, PromptData, collate_prompts
@@ -50,6 +50,8 @@ from torchtune_grpo.machine.device import (
 )
 from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.machine.progress import Meter
+from torchtune_grpo.models.tiny import SHIPPED
+from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.monitor.recorder import Recorder
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import sample_groups
@@ -172,18 +174,32 @@ class Run:
 
     def _load_dataset(self, key: str) -> PromptData:
         """Load the data set of a key, and check it against the rewards and the model."""
-        rows = {"rows": self._objects[key]} if key in self._objects else {}
         tokenizer = prompt_tokenizer(self.environment_kinds, self.tokenizer)
-        dataset: PromptData = instantiate(key, getattr(self.cfg, key), tokenizer, **rows)
-        self.check_dataset(dataset, key)
+        dataset = self._read_rows(key, getattr(self.cfg, key), tokenizer)
+        dataset.check(partial(self._check_prompts, key), where=key)
         return dataset
 
-    def check_dataset(self, dataset: PromptData, key: str) -> None:
-        """Check that rewards can score answers to its rows, and that its prompts fit the model."""
+    def _read_rows(self, key: str, node: DictConfig, tokenizer: Any) -> PromptData:
+        rows = {"rows": self._objects[key]} if key in self._objects else {}
+        dataset: PromptData = instantiate(key, node, tokenizer, **rows)
+        self._check_rows(dataset, key)
+        return dataset
+
+    def _check_rows(self, dataset: PromptData, key: str) -> None:
         if self.environment_kinds:
             dataset.check(self._check_kinds, where=key)
         self.rewards.check_data(dataset, key=key)
+
+    def check_dataset(self, dataset: PromptData, key: str) -> None:
+        """Check that rewards can score answers to its rows, and that its prompts fit the model."""
+        self._check_rows(dataset, key)
         dataset.check(partial(self._check_prompts, key), where=key)
+
+    def _check_rows_alone(self, key: str) -> None:
+        """Read rows and columns while the model is not there, with a tokenizer that always is."""
+        if (node := getattr(self.cfg, key)) is not None:
+            node = DictConfig({k: v for k, v in node.items() if k != "max_prompt_tokens"})
+            self._read_rows(key, node, HFTokenizer(str(SHIPPED)))
 
     def _check_kinds(self, items: Sequence[Item]) -> dict[int, str | None]:
         kinds = self.environment_kinds
@@ -302,16 +318,23 @@ class Run:
         for part in ("loss", "environment_kinds", "outcome_gate"):  # the gate makes the rewards
             with noted(problems):
                 getattr(self, part)
-        if self.cfg.prepare and not Path(self.cfg.checkpointer.checkpoint_dir).exists():
-            remarks.append("prepare: makes the checkpoint when a run starts; it is not checked.")
-            return list(dict.fromkeys(problems)), remarks
         with noted(problems):
-            check_model(self.cfg)
-            _ = self.tokenizer
-        if not problems:
+            check_imports("metric_logger", self.cfg.metric_logger)
+        is_there = not self.cfg.prepare or Path(self.cfg.checkpointer.checkpoint_dir).exists()
+        if is_there:
+            with noted(problems):
+                check_model(self.cfg)
+                _ = self.tokenizer
+        else:
+            remarks.append("prepare: the model is fetched when a run starts, and not checked yet.")
+        if is_there and not problems:
             for part in ("dataset", "environment", "evaluator", "teacher", "sampler"):
                 with noted(problems):
                     getattr(self, part)
+        else:
+            for key in ("dataset", "eval_dataset"):
+                with noted(problems):
+                    self._check_rows_alone(key)
         return list(dict.fromkeys(problems)), remarks
 
     def prepare_model(self) -> None:

@@ -80,6 +80,23 @@ def test_a_config_without_mistakes_is_reported_as_such(tmp_path):
     assert done.out.splitlines()[-1] == "run: no mistake found."
 
 
+def test_data_are_looked_at_before_the_model_is_there(tmp_path):
+    """So is what the logger imports; a prompt's length in tokens is for the real tokenizer."""
+    node = "_component_: torchtune_grpo.data.RLDataset, source: rows.jsonl, max_prompt_tokens: 2"
+    data = [f"dataset={{{node}}}", "eval_dataset=null", "model_dir=none"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "7 plus 2?", "answer": "9"}\n' * 9)
+    command = ["-m", "torchtune_grpo", "config", "smollm2_135M_grpo", *data, "batch_size=1"]
+    note = "Note: prepare: the model is fetched when a run starts, and not checked yet.\n"
+    done = run(*command, cwd=tmp_path)
+    assert done.out == f"{note}smollm2_135M_grpo: no mistake found.\n"
+    wrong = ["dataset.columns={gold: answer}", "metric_logger=torchtune.training.metric_logging."]
+    wrong[-1] += "CometLogger"
+    done = run(*command, *wrong, cwd=tmp_path, check=False)
+    told, needs = done.err.splitlines()[-2:]
+    assert told.endswith("CometLogger: needs comet_ml; pip install comet_ml.")
+    assert needs.startswith("Error: The reward 'correctness' needs the column 'answer', but data")
+
+
 @pytest.mark.slow
 def test_a_traceback_goes_to_a_file_or_on_request_to_the_terminal(tmp_path):
     """An error that is not about the user's keys always shows it on the terminal."""

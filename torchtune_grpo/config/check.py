@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -217,6 +219,24 @@ def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) 
     accepted = parameters(dotpath)
     if accepted is not None and (problems := [*_misfits(name, node, accepted, beside)]):
         raise ConfigError(*problems)
+
+
+def check_imports(name: str, node: DictConfig) -> None:
+    """Raise a ConfigError if a component is going to import what is not installed.
+
+    The component itself is not made: a logger of metrics would begin to log.
+    """
+    component: Any = _get_component_from_path(node._component_)
+    source = getattr(component, "__init__", component) if inspect.isclass(component) else component
+    for line in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(source)))):
+        if isinstance(line, ast.Import | ast.ImportFrom):
+            module = getattr(line, "module", None) or line.names[0].name
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                package = (error.name or module).partition(".")[0]
+                needs = f"needs {package}; pip install {package}."
+                raise ConfigError(f"{name}._component_={node._component_}: {needs}") from error
 
 
 # Modules whose classes and functions are suggested for a name that cannot be imported.

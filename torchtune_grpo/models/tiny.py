@@ -12,14 +12,14 @@ from pathlib import Path
 
 from filelock import FileLock
 
-_SHIPPED = Path(__file__).resolve().parents[1] / "tiny_llama"
+SHIPPED = Path(__file__).resolve().parents[1] / "tiny_llama"
 
 
 def prepare(checkpoint_dir: str | Path) -> None:
     """Copy the model's folder unless it exists; several processes may call this at once."""
 
     def copy(folder: Path) -> None:
-        for file in _SHIPPED.iterdir():
+        for file in SHIPPED.iterdir():
             shutil.copyfile(file, folder / file.name)
 
     make_once(checkpoint_dir, copy)
