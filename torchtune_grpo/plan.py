@@ -4,8 +4,8 @@
 
 A plan sets up the run of a config in a folder of its own below ``output_dir``, samples the groups
 of its first steps, trains on the last of them once, and throws that run away. Only ``plan.json`` is
-left; the real run is the same as without a plan. The exit code is 0 if the run learns, 1 if that is
-doubtful, and 2 if it will not learn as it is.
+left; the real run is the same as without a plan. The exit code is 0 if the run learns, 3 if that is
+doubtful, and 4 if it will not learn as it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torchtune_grpo.run import Run
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.trajectory import Trajectory
 
-VERDICTS = ("learns", "doubtful", "will not learn")
+VERDICTS = {"learns": 0, "doubtful": 3, "will not learn": 4}  # exit codes; those of errors differ
 _ROUNDS, _SECONDS = 4, 45  # limits on sampling; the first one reached ends it
 _TIME_FACTOR = 1.6  # by which a step's time may differ, up or down
 
@@ -58,6 +58,7 @@ class Plan:
     samples: int  # for each prompt
     max_generated_tokens: int
     max_response_tokens: int  # with what an environment answers
+    measure: str  # what the next is the mean of: accuracy, or a reward not known to decide
     pass_rate: Score
     informative: Score
     cut_off: Score
@@ -67,13 +68,13 @@ class Plan:
     time: dict[str, float]  # seconds
     memory: dict[str, int]  # bytes
     seconds: float = 0.0  # that the plan took
-    verdict: str = VERDICTS[0]
+    verdict: str = "learns"
     reasons: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)  # overrides that would change the verdict
 
     def add(self, verdict: str, sign: Sign) -> None:
         """Note why the run does not simply learn."""
-        self.verdict = max(self.verdict, verdict, key=VERDICTS.index)
+        self.verdict = max(self.verdict, verdict, key=VERDICTS.__getitem__)
         self.reasons.append(f"{sign.evidence} {sign.remedy}")
         self.changes += [] if sign.override is None else [sign.override]
 
@@ -142,6 +143,7 @@ def _plan(recipe: GRPOFullFinetuneRecipe, meter: Meter) -> Plan:
         samples=size,
         max_generated_tokens=cfg.max_generated_tokens,
         max_response_tokens=cfg.max_response_tokens,
+        measure=run.rewards.decider.measure,
         pass_rate=_score(scores.of(decider).view(-1, size).nanmean(dim=1).clamp(0, 1)),
         informative=_score((rows.advantages.view(-1, size) != 0).any(dim=1)),
         cut_off=_score(rows.truncated.double().view(-1, size).mean(dim=1)),
@@ -271,7 +273,8 @@ def lines(plan: Plan) -> Iterator[str]:
         f"From {plan.prompts} prompts with {plan.samples} samples each, and one step of training, "
         f"in {plan.seconds:.0f} s. [95 % interval over prompts]"
     )
-    yield f"right            {plan.pass_rate}"
+    title = "right" if plan.measure == "accuracy" else f"mean {plan.measure}"
+    yield f"{title:<16} {plan.pass_rate}"
     yield f"groups teaching  {plan.informative} with {plan.samples} samples"
     sampled, most = plan.max_generated_tokens, plan.max_response_tokens
     limits = f"{most} tokens" if most == sampled else f"{sampled} sampled or {most} tokens"
@@ -300,4 +303,4 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     plan = make_plan(load_config(args.config, args.overrides))
     print("\n".join(lines(plan)))
-    sys.exit(VERDICTS.index(plan.verdict))
+    sys.exit(VERDICTS[plan.verdict])

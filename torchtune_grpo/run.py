@@ -235,7 +235,27 @@ class Run:
         """The evaluator of policies on the held-out prompts, if there are any."""
         if self.eval_dataset is None:
             return None
-        return self.make_evaluator(self.eval_dataset)
+        seen = self._trained_prompts(self.eval_dataset)
+        if seen:
+            said = (
+                f"eval_dataset: dataset has {seen:.0%} of its prompts, too, which are not held out"
+            )
+            utils.log_rank_zero(log, f"{said}; give another split or other rows.")
+        return self.make_evaluator(self.eval_dataset, trained_on=seen)
+
+    def _trained_prompts(self, held_out: PromptData) -> float:
+        """Return the share of a data set's first prompts that are among those to train on."""
+        if "dataset" not in vars(self):  # as without training
+            return 0.0
+        found: list[set[tuple[int, ...]]] = []
+
+        def note(items: Sequence[Item]) -> dict[int, str | None]:
+            found.append({tuple(item["tokens"]) for item in items})
+            return {}
+
+        for dataset in (held_out, self.dataset):
+            dataset.check(note, where="", drawn_rows=False)
+        return len(found[0] & found[1]) / len(found[0])
 
     def items_of(self, prompts: Sequence[object]) -> list[Item]:
         """Turn prompts from outside the data set into items like its own."""
@@ -267,7 +287,7 @@ class Run:
                 report=lambda now: meter.show(done=now.finished, tokens=now.tokens),
             )
 
-    def make_evaluator(self, dataset: PromptData) -> Evaluator:
+    def make_evaluator(self, dataset: PromptData, *, trained_on: float = 0.0) -> Evaluator:
         """Make an evaluator for a data set that works like the run's own."""
         return Evaluator(
             self.cfg,
@@ -275,6 +295,7 @@ class Run:
             tokenizer=self.tokenizer,
             rewards=self.rewards,
             environment=self.environment_of(dataset),
+            trained_on=trained_on,
         )
 
     @cached_property

@@ -183,7 +183,8 @@ def test_each_run_starts_from_what_the_one_before_has_left(tmp_path, base):
     accuracies = [r["eval/accuracy"] for r in metrics(third.parent) if "eval/accuracy" in r]
     before, after = (f"{accuracy:.3f}" for accuracy in accuracies)
     assert re.search(
-        f"Held-out mean of reward_length (stayed at|.* from {before} to) {after} ", cards[1]
+        f"(Held-out|Trained-on) mean of reward_length (stayed at|.* from {before} to) {after} ",
+        cards[1],
     )
 
 

@@ -49,20 +49,20 @@ def test_a_run_that_learns(tmp_path):
 @pytest.mark.parametrize(
     ("key", "code", "said", "change"),
     [
-        ("max_generated_tokens=4", 2, "cut off 100% of the responses", "max_generated_tokens=8"),
-        ("optimizer.lr=0.05", 2, "moves the policy by", "optimizer.lr=0.001667"),
-        ("optimizer.lr=5e-8", 2, "hardly move the policy", "optimizer.lr=1e-05"),
+        ("max_generated_tokens=4", 4, "cut off 100% of the responses", "max_generated_tokens=8"),
+        ("optimizer.lr=0.05", 4, "moves the policy by", "optimizer.lr=0.001667"),
+        ("optimizer.lr=5e-8", 4, "hardly move the policy", "optimizer.lr=1e-05"),
         (
             "rewards.0._component_=mine.off rewards.1.weight=0",
-            2,
+            4,
             "such as 7 where answer is ",
             None,
         ),
-        ("temperature=0.01", 1, "all texts are the same", "temperature=1"),
-        ("rewards.0._component_=mine.half", 2, "correctness has been 0.5 on all rows", None),
-        ("rewards.0._component_=mine.none", 2, "correctness has been None on all rows", None),
-        ("rewards.1._component_=mine.loud", 1, "of the rewards' spread", "rewards.1.weight=0.01"),
-        ("rewards.0._component_=mine.solved rewards.1.weight=0", 2, "Take harder prompts", None),
+        ("temperature=0.01", 3, "all texts are the same", "temperature=1"),
+        ("rewards.0._component_=mine.half", 4, "correctness has been 0.5 on all rows", None),
+        ("rewards.0._component_=mine.none", 4, "correctness has been None on all rows", None),
+        ("rewards.1._component_=mine.loud", 3, "of the rewards' spread", "rewards.1.weight=0.01"),
+        ("rewards.0._component_=mine.solved rewards.1.weight=0", 4, "Take harder prompts", None),
     ],
 )
 def test_what_is_wrong_with_a_run(tmp_path, key, code, said, change):
@@ -86,10 +86,11 @@ def test_an_environment_has_two_limits_and_its_own_reward():
     history.add({"kind": "step", "step": 0, "frac_informative_groups": 1.0, **same})
     score, time = Score(0.3, 0.3, 0.3), ("rollout", "reward", "update", "step", "run", "evaluation")
     seconds, memory = dict.fromkeys(time, 1.0), {"peak": 1, "total": 9}
-    plan = Plan(4, 2, 48, 96, score, score, score, {}, {}, None, seconds, memory)
+    plan = Plan(4, 2, 48, 96, "Game", score, score, score, {}, {}, None, seconds, memory)
     judge(plan, history)
     assert plan.verdict == "will not learn" and "Game has been 0.3" in plan.reasons[0]
-    assert "at 48 sampled or 96 tokens" in "\n".join(lines(plan))
+    said = "\n".join(lines(plan))
+    assert "at 48 sampled or 96 tokens" in said and "mean Game        0.300 [" in said
 
 
 def test_a_reward_that_is_none_or_has_failed_is_no_spread():

@@ -203,18 +203,16 @@ def test_only_a_deciding_reward_is_called_accuracy_and_can_be_the_gate(tmp_path)
     done = run_tiny(CONFIG, tmp_path, *keys)
     said, out = done.out + done.err, tmp_path / "out"
     assert re.search(r"Step 1/1: reward \d\.\d+, length \d\.\d+, informative", said)
-    assert re.search(
-        r"held-out length \d.* \[.*\], length, best of 1 \d.*, length, best of 2 ", said
-    )
+    assert re.search(r"trained-on length: greedy \d.* \[.*\], best of 1 \d.*, best of 2 ", said)
     evaluated = run("-m", "torchtune_grpo", "evaluate", str(out), "--show", "1", cwd=tmp_path).out
     assert "--- after: reward " in evaluated
     for table in (said, evaluated):
         assert re.search(r"\nlength +\d.*\nlength, best of 1 +\d.*\nlength, best of 2 +\d", table)
     card = (out / "step_000001" / "README.md").read_text()
     headline = write_page(out)
-    assert headline.startswith("Held-out mean of length ") and headline in card
+    assert headline.startswith("Trained-on mean of length ") and headline in card
     (page,) = re.findall('id="data">(.*?)</script>', (out / "run.html").read_text())
     shown = [each["title"] for each in json.loads(page)["panels"]]
-    assert "Held-out mean of length" in shown and not any("right" in title for title in shown)
+    assert "Trained-on mean of length" in shown and not any("right" in title for title in shown)
     texts = (said, evaluated, card, page.replace("objective.outcome_gate", ""))
     assert not any(re.search("(?i)(?<!eval/)accuracy", text) for text in texts)

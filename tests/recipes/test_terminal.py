@@ -12,7 +12,7 @@ STEP = (
     rf"Step {{}}/2: reward {NUMBER}, accuracy {NUMBER}, informative {NUMBER}, "
     r"[\d.]+[kM]? tok/s, \d\d:\d\d left"
 )
-EVALUATION = rf"Step {{}}: held-out accuracy {NUMBER} \[{NUMBER}, {NUMBER}\], pass@1 {NUMBER}, .*"
+EVALUATION = rf"Step {{}}: trained-on accuracy {NUMBER} \[{NUMBER}, {NUMBER}\], pass@1 {NUMBER}, .*"
 CELL = rf"{NUMBER} \[{NUMBER}, {NUMBER}\]"
 CHANGE = r"[+-]\d\.\d+ \[[+-]\d\.\d+, [+-]\d\.\d+\] p[=<]\d\.\d+"
 SCORES = ("accuracy", "pass@1", "pass@2", "maj@2")
@@ -33,16 +33,17 @@ def test_a_run_prints_only_what_matters(tmp_path):
     expected = [
         r"format: only train groups in which correctness differs, once it has .*\.",
         r"CPU threads: \d+\.",
+        r"eval_dataset: dataset has 100% of its prompts, too, which are not held out; give .*",
         EVALUATION.format(0),
         STEP.format(1),
         STEP.format(2),
         EVALUATION.format(2),
         f"Saved {out / 'step_000002'}",
-        r"held-out, 95 % interval\s+step 0\s+step 2\s+change",
+        r"trained-on, 95 % interval\s+step 0\s+step 2\s+change",
         *(rf"{name}\s+{CELL}\s+{CELL}\s+{CHANGE}" for name in SCORES),
         *(rf"{name}\s+{NUMBER}\s+{NUMBER}" for name in ("mean_length", "clipped_ratio")),
-        r"Not significant yet: on \d+ held-out problems, \d+ improved and \d+ got worse\.",
-        r"\d+ problems only show a change of about 0\.\d\d or more\. Train longer, .*",
+        r"Not significant yet: on \d+ trained-on problems, \d+ improved and \d+ got worse\.",
+        r"With \d+ problems, changes below 0\.\d\d may be chance\. (Train longer|Evaluate on).*",
         "findings: none",
         rf"{out / 'run.html'}\s+the run's page",
         rf"{out / 'run.jsonl'}\s+its numbers",

@@ -62,4 +62,4 @@ def test_from_a_table_to_a_model_that_learned_and_to_one_that_will_not(tmp_path)
     assert (tmp_path / "smallest" / "run.html").exists()
     (line,) = broken
     code, said = command(line)
-    assert code == 2 and "max_generated_tokens cut off 100% of the responses" in said
+    assert code == 4 and "max_generated_tokens cut off 100% of the responses" in said

@@ -90,7 +90,7 @@ CASES = {
         "16 -> 32."),
     "same_texts": ("frac_groups_same_text", 0.9, 0.89, 3, "temperature=0.8",
         "temperature", "0.8 -> 1.2"),
-    "truncated": (CUT, 0.9, 0.89, 3, "", "max_generated_tokens", "48 -> 96"),
+    "truncated": (CUT, 0.9, 0.89, 3, "", "optimizer.lr", "0.0005 -> 0.00015"),
     "nothing_trained": ("sampling/kept_mass", None, 0.001, 3, f"{TRUNCATED}=true",
         TRUNCATED, "True -> False"),
     "responses_shrink": (LENGTH, 3.9, 4.0, 3, "", "sampling.min_new_tokens", "0 -> 4"),
@@ -161,6 +161,28 @@ def test_a_policy_that_collapses(levels, since, begins):
     assert [(each["step"], each["name"], each["key"]) for each in found] == wanted
     for each in found:
         assert f"at step {since} to" in each["evidence"] and "0.0005 -> 0.00015" in each["remedy"]
+
+
+def held_out(right: int, of: int = 48, name: str = "accuracy") -> dict:
+    """An evaluation in which so many problems are right."""
+    values = [float(number < right) for number in range(of)]
+    ends = {"": right / of, "/low": 0.0, "/high": 1.0}
+    both = {"accuracy": [0.0] * of, name: values, "prompt_index": [*range(of)]}
+    measured = {"eval/accuracy": 0.0, "eval/accuracy/low": 0.0, "eval/accuracy/high": 1.0}
+    return measured | {f"eval/{name}{end}": v for end, v in ends.items()} | {"prompts": both}
+
+
+@pytest.mark.parametrize("name", ["accuracy", "pass@1"])
+def test_held_out_answers_show_a_collapse_that_few_rows_hide(name):
+    """It begins with the evaluation, and ends with steps after one that is good again."""
+    few = [HEALTHY | {LEVEL: 0.25}, HEALTHY | {LEVEL: 0.0, CUT: 0.95}, HEALTHY | {LEVEL: 0.0}]
+    before, dead = held_out(20, name=name), held_out(2, name=name)
+    found = run([before, *few, dead, *few * 2, held_out(22, name=name), *[HEALTHY] * 5])
+    assert [(each["step"], each["event"]) for each in found] == [(5, "begins"), (17, "ends")]
+    assert found[0]["evidence"] == f"Held-out {name} fell from 0.42 after step 1 to 0.04."
+    assert found[0]["remedy"] == "Set optimizer.lr: 0.0005 -> 0.00015."
+    assert run([before, *few, held_out(14, name=name)]) == []  # far, but perhaps by chance
+    assert run([held_out(99, 200, name=name), *few, held_out(80, 200, name=name)]) == []  # not far
 
 
 def test_what_looks_like_a_collapse():
@@ -245,7 +267,8 @@ def test_an_environments_own_reward_has_its_key():
 def test_the_remedy_follows_from_the_config(changes):
     metric, value, remedy = REMEDIES[changes]
     changed = step_with(metric, value, **{LEVEL: 0.1 if metric == CUT else 0.4})
-    (line, *_) = run([HEALTHY] * 20 + [changed] * 6, *changes.split())
+    before = [changed if metric == CUT else HEALTHY] * 20  # else the policy would be to blame
+    (line, *_) = run(before + [changed] * 6, *changes.split())
     assert line["remedy"] == f"Set {remedy}."
 
 

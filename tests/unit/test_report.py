@@ -64,8 +64,25 @@ def test_the_verdict_says_what_changed_and_whether_that_is_significant(
     sure = "Not significant yet" if tone == "unsure" else "Significant"
     counts = f"on {len(before)} held-out problems, {better} improved and {worse} got worse."
     assert verdict["why"][0] == f"{sure}: {counts}"
-    few = f"{len(before)} problems only show a change of about"
-    assert any(few in each for each in verdict["why"]) == (tone == "unsure" or len(before) < 50)
+    advice = {"good": "Take this checkpoint; ", "bad": "Training made it worse: lower optimizer.lr"}
+    few = f"With {len(before)} problems, changes below 0."
+    assert verdict["why"][1].startswith(advice.get(tone, few))
+
+
+def test_the_verdict_is_by_all_that_was_measured(tmp_path):
+    """Accuracy went from 4 to 0 of 48, which may be chance; that of samples fell for certain."""
+    greedy, sampled = [1.0] * 4 + [0.0] * 44, [0.25] * 40 + [0.0] * 8
+    before = evaluation(0, accuracy=greedy, **{"pass@1": sampled})
+    dead = evaluation(3, accuracy=[0.0] * 48, **{"pass@1": [0.0] * 48})
+    found = of_events(tmp_path, before, dead)["verdict"]
+    assert found["headline"].startswith("Held-out pass@1 fell from 0.208 to 0.000 (-0.208 [")
+    assert found["tone"] == "bad" and "0 improved and 40 got worse" in found["why"][0]
+    worse = of_events(tmp_path, before, evaluation(3, accuracy=[0.0] * 48))["verdict"]
+    assert worse["headline"].startswith("Held-out accuracy fell") and worse["tone"] == "unsure"
+    assert "lower optimizer.lr" in worse["why"][1] and "Train longer" not in worse["why"][1]
+    seen = {"trained_on": 1.0}
+    found = of_events(tmp_path, before | seen, dead | seen)["verdict"]
+    assert found["headline"].startswith("Trained-on pass@1 fell")
 
 
 def test_a_run_that_was_better_before(tmp_path):

@@ -47,6 +47,7 @@ class Evaluation:
     measure: str  # name of its mean
     seconds: float  # spent on the answers and their scores
     others: tuple[str, ...] = ()  # further rewards that tell right answers from wrong ones
+    trained_on: float = 0.0  # share of the prompts that training has, too
 
     @property
     def graders(self) -> dict[str, Evaluation]:
@@ -73,6 +74,8 @@ class Evaluation:
         greedy = [each.greedy for each in self.answered]
         found["eval/mean_length"] = float(np.mean([answer.tokens for answer in greedy]))
         found["eval/clipped_ratio"] = float(np.mean([answer.truncated for answer in greedy]))
+        if self.trained_on:
+            found["trained_on"] = self.trained_on
         return {**found, "measure": self.measure, "prompts": prompts}
 
     def _prompts(self) -> dict[str, list[Any]]:
@@ -152,11 +155,12 @@ class Evaluator:
         tokenizer: object,
         rewards: RewardSet,
         environment: Environment | None = None,
+        trained_on: float = 0.0,
     ) -> None:
         self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
         self._rewards, self._decider = rewards, rewards.decider
         self._others = tuple(each.name for each in rewards.deciders[1:])
-        self._environment = environment
+        self._environment, self._trained_on = environment, trained_on
         named = {name: rewards.answer_of(name) for name in rewards.names}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
         names, best = evaluation_metrics(cfg.evaluation.samples), cfg.evaluation.keep_best
@@ -194,6 +198,7 @@ class Evaluator:
             measure=self._decider.measure,
             seconds=time.perf_counter() - begun,
             others=self._others,
+            trained_on=self._trained_on,
         )
         if evaluation.record.get("eval/none") == 1:
             raise ValueError(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torchtune_grpo.evaluation.thresholds import FEW_PROBLEMS, SURE
+from torchtune_grpo.evaluation.thresholds import SOLVED, SURE
 
 ACCURACY = "eval/accuracy"
 _RESAMPLES = 10_000
@@ -126,12 +126,22 @@ def title_of(name: str, evaluation: Mapping[str, Any]) -> str:
     return others.get(kind, measure)
 
 
+def kind_of(evaluation: Mapping[str, Any]) -> str:
+    """Say whether the problems of an evaluation are held out of training."""
+    return "trained-on" if evaluation.get("trained_on", 0) >= 0.5 else "held-out"
+
+
 def in_one_line(evaluation: Mapping[str, object]) -> str:
-    """Put an evaluation in words: ``accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
-    return ", ".join(
-        f"{title_of(name, evaluation)} {score if name == 'accuracy' else f'{score.mean:.3f}'}"
+    """Put an evaluation in words: ``held-out accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
+    title = title_of("accuracy", evaluation)
+    first = "accuracy" if title == "accuracy" else f"{title}: greedy"
+    parts = [
+        f"{title_of(name, evaluation).removeprefix(f'{title}, ')} {score.mean:.3f}"
+        if name != "accuracy"
+        else f"{first} {score}"
         for name, score in scores_of(evaluation).items()
-    )
+    ]
+    return f"{kind_of(evaluation)} {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -176,11 +186,22 @@ class Comparison:
         pairs = zip(before.get(name, ()), after.get(name, ()))
         return [pair for pair in pairs if None not in pair]
 
+    @cached_property
+    def decisive(self) -> str:
+        """The number to judge by: the accuracy, unless only another one has changed for certain."""
+        accuracy, others = self.changes.get("accuracy"), [*self.changes][1:]
+        if accuracy is None or accuracy.p < SURE:
+            return "accuracy"
+        certain = (name for name in others if self.changes[name].p < SURE / len(others))
+        return next(certain, "accuracy")
+
     @property
     def headline(self) -> str:
-        before, after = (each[ACCURACY] for each in (self.before, self.after))
-        title = title_of("accuracy", self.after)
-        what = "Held-out accuracy" if title == "accuracy" else f"Held-out mean of {title}"
+        name = self.decisive
+        before, after = (each[f"eval/{name}"] for each in (self.before, self.after))
+        what = f"{kind_of(self.after).capitalize()} {title_of(name, self.after)}"
+        if name == "accuracy" != title_of(name, self.after):
+            what = f"{kind_of(self.after).capitalize()} mean of {title_of(name, self.after)}"
         if self.before is self.after:
             score = scores_of(self.after)["accuracy"]
             return f"{what} is {score} after step {self.after['step']}."
@@ -189,7 +210,7 @@ class Comparison:
             return (
                 f"{what} rose from {before:.3f} to {best}, and fell to {after:.3f} ({self.fall})."
             )
-        change = self.changes.get("accuracy")
+        change = self.changes.get(name)
         moved = f"{'rose' if after > before else 'fell'} from {before:.3f} to {after:.3f}"
         moved = f"stayed at {after:.3f}" if before == after else moved
         return f"{what} {moved}{f' ({change})' if change else ''}."
@@ -197,7 +218,7 @@ class Comparison:
     @property
     def tone(self) -> str:
         """Whether training has made the policy better: good, bad or unsure."""
-        test = self.fall or self.changes.get("accuracy")
+        test = self.fall or self.changes.get(self.decisive)
         if test is None or test.p >= SURE:
             return "unsure"
         return "good" if test.difference > 0 else "bad"
@@ -207,7 +228,7 @@ class Comparison:
         """Sentences: whether the headline is certain, and what to do about it."""
         if self.before is self.after:
             return ["The next evaluation will show whether training helps."]
-        test = self.changes.get("accuracy")
+        test = self.changes.get(self.decisive)
         if test is None:
             return ["Not tested: the two evaluations are not of the same problems."]
         if self.best is not None and self.fall is not None:
@@ -216,21 +237,31 @@ class Comparison:
                 "(evaluation.keep_best=eval/accuracy keeps it).",
                 "Most often the learning rate is too high, or training has gone on for too long.",
             ]
-        old, new = map(np.asarray, zip(*self._pairs("accuracy")))
+        old, new = map(np.asarray, zip(*self._pairs(self.decisive)))
         significant = "Not significant yet" if self.tone == "unsure" else "Significant"
         found = [
-            f"{significant}: on {len(old)} held-out problems, {(new > old).sum()} improved and "
-            f"{(new < old).sum()} got worse."
+            f"{significant}: on {len(old)} {kind_of(self.after)} problems, {(new > old).sum()} "
+            f"improved and {(new < old).sum()} got worse."
         ]
-        if self.tone == "unsure" or len(old) < FEW_PROBLEMS:
-            found.append(
-                f"{len(old)} problems only show a change of about {(test.high - test.low) / 2:.2f} "
-                "or more. Train longer, or evaluate on more problems (eval_dataset)."
-            )
+        least = f"With {len(old)} problems, changes below {(test.high - test.low) / 2:.2f} may be"
+        match self.tone, test.difference < 0:
+            case "bad", _:
+                found.append("Training made it worse: lower optimizer.lr, and take an earlier one.")
+            case "good", _:
+                is_solved = float(self.after[ACCURACY]) >= SOLVED
+                more = "harder prompts" if is_solved else "more num_steps"
+                found.append(f"Take this checkpoint; {more} may teach it more.")
+            case _, True:
+                found.append(
+                    f"{least} chance. Evaluate on more problems (eval_dataset), or lower "
+                    "optimizer.lr and take an earlier checkpoint."
+                )
+            case _:
+                found.append(
+                    f"{least} chance. Train longer, or evaluate on more problems (eval_dataset)."
+                )
         if title_of("accuracy", self.after) != "accuracy":
             found.append("No reward is known to tell right from wrong; deciding_reward names one.")
-        if self.tone == "bad":
-            found.append("Training made the model worse: take an earlier checkpoint.")
         return found
 
     @cached_property

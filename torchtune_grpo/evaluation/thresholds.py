@@ -19,6 +19,4 @@ FAILS = 0.01  # a reward: a bug, or something that responses provoke
 FAR, TOO_FAR = 0.5, 2.0
 NEAR = 0.2  # all steps together, as the square root
 
-# Held-out problems
-SURE = 0.05  # the usual bound on p
-FEW_PROBLEMS = 50  # the 95 % interval of 0.5 is then 0.28 wide
+SURE = 0.05  # of held-out changes, the usual bound on p

@@ -22,13 +22,15 @@ from omegaconf import OmegaConf
 
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.evaluation import thresholds
-from torchtune_grpo.monitor.record import Finding, FindingEvent, Measured
+from torchtune_grpo.evaluation.statistics import Comparison, kind_of
+from torchtune_grpo.monitor.record import Finding, FindingEvent, Measured, metric
 
 ENDS_AFTER = 5  # one good step between bad ones ends nothing
 
 # Finding -> how many steps in a row must show its signs, with how many groups on a rank.
 BEGINS_AFTER = {
     # These look at many steps themselves.
+    # An evaluation may show the first of these, too.
     **dict.fromkeys(("collapsed", "gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
     # If a fifth of the groups taught something, 24 in a row would teach nothing once in 200 times.
     **dict.fromkeys(("all_right", "all_wrong", "same_texts", "no_answer", "never_right"), (3, 24)),
@@ -91,11 +93,11 @@ class Watch:
         """Read a step or an evaluation; return findings that begin or end with it."""
         self._run.add(event)
         is_step, step = event["kind"] == "step", event["step"]
-        rules = RULES if is_step else (evaluations,)
+        rules = RULES if is_step else (evaluations, fall)
         signs = by_name(chain.from_iterable(r(self._run) for r in rules), known=self.current)
         changes: list[FindingEvent] = []
         for name, (steps, groups) in BEGINS_AFTER.items():
-            if (name == "reward_hacking") == is_step:
+            if (name == "reward_hacking") == is_step and name not in signs:
                 continue
             sign, is_open = signs.get(name), name in self.current
             row = self._row[name] = [*self._row[name], step] if is_open != bool(sign) else []
@@ -145,6 +147,8 @@ class History:
         self.wrong: str | None = None  # an answer of the newest step, if none is right
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[Period] = []
+        self.fall: str | None = None  # evidence that the newest evaluation is far below the best
+        self._measured: list[Measured] = []  # all evaluations
         self._evaluated = 0  # steps before the last evaluation
 
     def add(self, event: Measured) -> None:
@@ -156,7 +160,10 @@ class History:
             error = stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else math.nan
             self.steps.append(values | {"level_error": error})  # standard error of ``level``
             self.wrong = event.get("wrong")
-        elif not self.evaluations or len(self.steps) - self._evaluated >= 3:
+            return
+        self._measured.append(event)
+        self.fall = _fall(self._measured)
+        if not self.evaluations or len(self.steps) - self._evaluated >= 3:
             # After fewer steps there is no spread to judge a rise by.
             names = ("reward", "reward_std", f"rewards/{self.decider}/mean")
             since = self.steps[self._evaluated :]
@@ -226,6 +233,27 @@ class History:
         return self.scale(f"{key}.weight", factor)
 
 
+def _fall(measured: Sequence[Measured]) -> str | None:
+    """Say from what held-out answers have fallen to what, if that is certain and far."""
+    now = measured[-1]
+    for name in ("accuracy", "pass@1"):
+        known = [event for event in measured[:-1] if metric(event, f"eval/{name}") is not None]
+        best = max(known, key=lambda event: metric(event, f"eval/{name}") or 0.0, default=now)
+        test = Comparison(best, now).changes.get(name)
+        was = metric(best, f"eval/{name}") or 0.0
+        # As the best is one of many; and as much as of the steps' means, see ``collapse``.
+        if test and test.p < thresholds.SURE / len(known) and -test.difference > max(was / 3, 0.1):
+            what, end = f"{kind_of(now).capitalize()} {name}", f"{was + test.difference:.2f}"
+            return f"{what} fell from {was:.2f} after step {best['step']} to {end}."
+    return None
+
+
+def fall(run: History) -> Signs:
+    """Held-out answers were good and are now bad, which noisy rewards of steps may not show."""
+    if run.fall is not None:
+        yield Sign("collapsed", run.fall, *run.scale("optimizer.lr", 0.3))
+
+
 def collapse(run: History) -> Signs:
     """The deciding reward was good and is now bad, most often after a step that was too large."""
     steps, window = run.steps[-_MOST_STEPS:], 3
@@ -291,10 +319,14 @@ def responses(run: History) -> Signs:
     is_hopeless = cut >= thresholds.MANY_CUT_OFF and run.level < thresholds.HARDLY_ANY_RIGHT
     if is_hopeless or (cut >= 0.9 and run.level < 1.2 - cut):
         key = _limit(run)
-        evidence = f"{key} cut off {cut:.0%} of the responses."
-        if run.first("completions/clipped_ratio") == 1:
+        evidence, advice = f"{key} cut off {cut:.0%} of the responses.", run.scale(key, 2)
+        first = run.first("completions/clipped_ratio")
+        if first == 1:
             evidence += " None ever ended by itself: does this model follow its chat template?"
-        yield Sign("truncated", evidence, *run.scale(key, 2))
+        if first < cut / 2:  # the policy has changed, not its task
+            evidence = f"{evidence.removesuffix('.')}, and {first:.0%} in the first steps."
+            advice = run.scale("optimizer.lr", 0.3)
+        yield Sign("truncated", evidence, *advice)
     length, first = run.now("completions/mean_length"), run.first("completions/mean_length")
     # A mean over all tokens that are trained on is missing where there are none.
     if not math.isnan(length) and math.isnan(run.now("sampling/kept_mass")):
@@ -491,7 +523,7 @@ def evaluations(run: History) -> Signs:
 
 
 RULES = (
-    *(collapse, groups, responses, policy, rewards, environments),
+    *(collapse, fall, groups, responses, policy, rewards, environments),
     *(shaping, optimizer, progress, seconds),
 )
 

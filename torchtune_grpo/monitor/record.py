@@ -109,7 +109,7 @@ def read_metrics(folder: Path) -> list[Record]:
 
 def metrics_of(event: Mapping[str, object]) -> Record:
     """Return an event without what is no metric."""
-    others = ("kind", "prompts", "measure", "wrong")
+    others = ("kind", "prompts", "measure", "trained_on", "wrong")
     return {name: value for name, value in event.items() if name not in others}
 
 

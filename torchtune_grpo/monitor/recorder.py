@@ -156,7 +156,7 @@ class Recorder:
         values = {**evaluation.record, "time/eval": evaluation.seconds}
         event = on_first_rank(self._write, "evaluation", step, values)
         self.evaluations.append(event)
-        utils.log_rank_zero(log, f"Step {step}: held-out {in_one_line(event)}")
+        utils.log_rank_zero(log, f"Step {step}: {in_one_line(event)}")
 
     def close(self) -> None:
         if rank() == 0:

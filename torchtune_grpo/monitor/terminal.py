@@ -10,7 +10,7 @@ from torchtune import utils
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchtune_grpo.evaluation.statistics import Comparison
+from torchtune_grpo.evaluation.statistics import Comparison, kind_of
 from torchtune_grpo.machine.progress import Meter
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, Finding, Measured
 from torchtune_grpo.rollout.request import Progress
@@ -55,7 +55,10 @@ def summary(
     lines: list[str] = []
     if compared := Comparison.of_run(evaluations):
         columns = [f"step {each['step']}" for each in compared.ends]
-        lines += [*compared.table("held-out, 95 % interval", columns), *compared.reasons]
+        lines += [
+            *compared.table(f"{kind_of(compared.after)}, 95 % interval", columns),
+            *compared.reasons,
+        ]
     for finding in findings:
         since = f"{finding['name']} since step {finding['since']}"
         lines.append(f"{since}: {finding['evidence']} {finding['remedy']}")

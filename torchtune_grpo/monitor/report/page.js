@@ -73,7 +73,7 @@ function finding({ name, since, until, evidence, key, remedy }) {
   return el("div", { className: until === null ? "finding" : "finding over" }, title, el("p", {}, evidence), does);
 }
 
-function showVerdict({ tone, headline, why, scores, facts, findings }) {
+function showVerdict({ tone, headline, why, kind, scores, facts, findings }) {
   const place = byId("verdict");
   const [first, ...others] = why;
   place.append(el("h1", {}, headline), el("p", { className: `why ${tone}` }, first));
@@ -86,7 +86,7 @@ function showVerdict({ tone, headline, why, scores, facts, findings }) {
   const pair = ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
   place.append(el("dl", { className: "facts" }, Object.entries(facts).map(pair)));
   if (scores.length) {
-    const names = ["Held-out", "before", "after", "change", "0 to 100 %, with 95 % intervals"];
+    const names = [kind, "before", "after", "change", "0 to 100 %, with 95 % intervals"];
     const head = el("thead", {}, el("tr", {}, names.map((name) => el("th", {}, name))));
     const body = el("tbody", {}, scores.map(scoreRow));
     place.append(el("div", { className: "scroll" }, el("table", { className: "scores" }, head, body)));

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from tqdm import tqdm
 
-from torchtune_grpo.evaluation.statistics import Comparison, should_stop
+from torchtune_grpo.evaluation.statistics import Comparison, kind_of, should_stop
 from torchtune_grpo.monitor.record import (
     RUN_FILE,
     STILL_THE_BASE,
@@ -31,6 +31,8 @@ def verdict(run: RunRecord) -> dict[str, object]:
         known = [{**score._asdict(), "text": str(score)} for score in ends if score]
         scores.append({"label": label, "ends": known, "change": change})
     shown = {"tone": tone, "headline": headline, "why": why, "scores": scores}
+    if compared:
+        shown["kind"] = kind_of(compared.after).capitalize()
     return {**shown, "facts": _facts(run), "findings": findings(run)}
 
 
