@@ -13,6 +13,7 @@ COMMANDS = {  # name -> its function, and what it does
     "config": ("cli.commands:config", "check a config, or print the table of all keys"),
     "evaluate": ("cli.evaluate:main", "compare held-out answers before and after training"),
     "plan": ("plan:main", "say what a run is going to be like, before its first step"),
+    "prompts": ("cli.prompts:main", "compare prompts on training questions, to start from one"),
     "sample": ("cli.commands:sample", "print what a policy answers"),
     "push": ("checkpoint.push:main", "upload a run's model to the Hugging Face hub"),
     "report": ("monitor.report:main", "write a run's page"),

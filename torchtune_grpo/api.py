@@ -246,7 +246,7 @@ class GRPO:
             source = {"source": str(data)} if isinstance(data, (str, Path)) else {"rows": data}
             dataset = run.dataset.alike(**source)
             run.check_dataset(dataset, "data")
-            evaluator = run.make_evaluator(dataset)
+            evaluator = run.make_evaluator(dataset, run.cfg)
         if evaluator is None:
             raise ValueError("evaluate: the run has no eval_data; give rows.")
         recipe.model.eval()

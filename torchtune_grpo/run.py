@@ -165,17 +165,18 @@ class Run:
     @cached_property
     def dataset(self) -> PromptData:
         """The prompts to train on."""
-        return self._load_dataset("dataset")
+        return self.load_dataset("dataset", self.cfg)
 
     @cached_property
     def eval_dataset(self) -> PromptData | None:
         """The held-out prompts, if there are any."""
-        return None if self.cfg.eval_dataset is None else self._load_dataset("eval_dataset")
+        key = "eval_dataset"
+        return None if self.cfg.eval_dataset is None else self.load_dataset(key, self.cfg)
 
-    def _load_dataset(self, key: str) -> PromptData:
-        """Load the data set of a key, and check it against the rewards and the model."""
+    def load_dataset(self, key: str, cfg: GRPOConfig) -> PromptData:
+        """Load the data set of a config's key, and check it against the rewards and the model."""
         tokenizer = prompt_tokenizer(self.environment_kinds, self.tokenizer)
-        dataset = self._read_rows(key, getattr(self.cfg, key), tokenizer)
+        dataset = self._read_rows(key, getattr(cfg, key), tokenizer)
         dataset.check(partial(self._check_prompts, key), where=key)
         return dataset
 
@@ -241,7 +242,7 @@ class Run:
                 f"eval_dataset: dataset has {seen:.0%} of its prompts, too, which are not held out"
             )
             utils.log_rank_zero(log, f"{said}; give another split or other rows.")
-        return self.make_evaluator(self.eval_dataset, trained_on=seen)
+        return self.make_evaluator(self.eval_dataset, self.cfg, trained_on=seen)
 
     def _trained_prompts(self, held_out: PromptData) -> float:
         """Return the share of a data set's first prompts that are among those to train on."""
@@ -287,10 +288,12 @@ class Run:
                 report=lambda now: meter.show(done=now.finished, tokens=now.tokens),
             )
 
-    def make_evaluator(self, dataset: PromptData, *, trained_on: float = 0.0) -> Evaluator:
-        """Make an evaluator for a data set that works like the run's own."""
+    def make_evaluator(
+        self, dataset: PromptData, cfg: GRPOConfig, *, trained_on: float = 0.0
+    ) -> Evaluator:
+        """Make an evaluator for a data set, which samples as a config says."""
         return Evaluator(
-            self.cfg,
+            cfg,
             dataset,
             tokenizer=self.tokenizer,
             rewards=self.rewards,

@@ -84,7 +84,7 @@ def evaluation_of(*prompts: tuple[float | None, list[float | None]]) -> Evaluati
         Answered(index, "", {}, answer(greedy), [*map(answer, samples)])
         for index, (greedy, samples) in enumerate(prompts)
     ]
-    return Evaluation(answered, reward="r", measure="accuracy", seconds=0.0)
+    return Evaluation(answered, ("r",), measure="accuracy", seconds=0.0)
 
 
 def test_none_leaves_out_an_answer_and_no_prompt():

@@ -82,6 +82,12 @@ def shortened(text: str, limit: int = 80) -> str:
     return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, whose rows all have as many cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def suggest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return " Did you mean X?" with the known name that is most like ``name``, or nothing.
 

@@ -56,10 +56,12 @@ class PromptData(Protocol):
     """Prompts to train or to evaluate on, as a run uses them.
 
     ``prefill`` is what graders see before the sampled text: the given prefill, after the think
-    block, if any, that the chat template opens. ``encoder`` encodes prompts.
+    block, if any, that the chat template opens. ``encoder`` encodes prompts. ``row_numbers`` holds
+    the row of each position, in the data as read.
     """
 
     prefill: str
+    row_numbers: Sequence[Any]
 
     @property
     def encoder(self) -> PromptEncoder: ...
@@ -205,7 +207,7 @@ class RLDataset(Dataset[Item]):
         self._skipped = set[int]()  # numbers of later rows
         self._rules: list[Rule] = []
         # The row of each position, in the data as read.
-        self.row_numbers: array[int] = array("l", range(len(self._rows)))
+        self.row_numbers: Sequence[int] = array("l", range(len(self._rows)))
         faults: dict[int, str] = {}
         total = min(len(self._rows), _FIRST)
         next_report = time.monotonic() + _REPORT_SECONDS

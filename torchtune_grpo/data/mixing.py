@@ -62,6 +62,11 @@ class MixedDataset(Dataset[Item]):
                 )
 
     @property
+    def row_numbers(self) -> list[tuple[str, int]]:
+        """The data set of each position, and its row there."""
+        return [(name, row) for name, part in self.parts.items() for row in part.row_numbers]
+
+    @property
     def encoder(self) -> PromptEncoder:
         """The encoder of all prompts, which an environment needs."""
         first, *others = [part.encoder for part in self.parts.values()]

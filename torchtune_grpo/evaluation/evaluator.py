@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -43,16 +43,14 @@ class Evaluation:
     """A policy's answers to P held-out prompts, the same on every rank."""
 
     answered: list[Answered]  # in the order of the data set
-    reward: str  # the one that decides what is right
+    graders: tuple[str, ...]  # the rewards that tell right from wrong, the deciding one first
     measure: str  # name of its mean
     seconds: float  # spent on the answers and their scores
-    others: tuple[str, ...] = ()  # further rewards that tell right answers from wrong ones
     trained_on: float = 0.0  # share of the prompts that training has, too
 
-    @property
-    def graders(self) -> dict[str, Evaluation]:
-        """The same answers as each of these rewards sees them, the deciding one first."""
-        return {name: replace(self, reward=name) for name in (self.reward, *self.others)}
+    def by(self, grader: str) -> Evaluation:
+        """Return the same answers as another reward sees them."""
+        return replace(self, graders=(grader,))
 
     @cached_property
     def record(self) -> dict[str, object]:
@@ -69,7 +67,7 @@ class Evaluation:
                 mean, name = float(np.mean(known)), f"eval/{name}"
                 found |= {name: mean, f"{name}/low": low, f"{name}/high": high}
         answers = chain.from_iterable((each.greedy, *each.samples) for each in self.answered)
-        if none := float(np.mean([answer.scores[self.reward] is None for answer in answers])):
+        if none := float(np.mean([answer.scores[self.graders[0]] is None for answer in answers])):
             found["eval/none"] = none
         greedy = [each.greedy for each in self.answered]
         found["eval/mean_length"] = float(np.mean([answer.tokens for answer in greedy]))
@@ -80,7 +78,7 @@ class Evaluation:
 
     def _prompts(self) -> dict[str, list[Any]]:
         """Return the values behind each mean; None for a prompt with too few scored answers."""
-        reward, answered = self.reward, self.answered
+        reward, answered = self.graders[0], self.answered
         found: dict[str, list[object]] = {"prompt_index": [each.index for each in answered]}
         found["accuracy"] = [each.greedy.scores[reward] for each in answered]
         scored = [[a for a in each.samples if a.scores[reward] is not None] for each in answered]
@@ -123,7 +121,7 @@ def compare_policies(found: Mapping[str, Evaluation], *, by: str | None) -> dict
 
 
 def _compared(found: Mapping[str, Evaluation], grader: str) -> dict[str, dict[str, object]]:
-    records = {who: evaluation.graders[grader].record for who, evaluation in found.items()}
+    records = {who: evaluation.by(grader).record for who, evaluation in found.items()}
     if "after" in records:
         changes = Comparison(records["before"], records["after"]).changes
         records["change"] = {f"eval/{name}": test._asdict() for name, test in changes.items()}
@@ -159,7 +157,6 @@ class Evaluator:
     ) -> None:
         self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
         self._rewards, self._decider = rewards, rewards.decider
-        self._others = tuple(each.name for each in rewards.deciders[1:])
         self._environment, self._trained_on = environment, trained_on
         named = {name: rewards.answer_of(name) for name in rewards.names}
         self._stated = {name: stated for name, stated in named.items() if stated is not None}
@@ -175,29 +172,31 @@ class Evaluator:
         engine: RolloutEngine,
         *,
         state: TrainerState | None = None,
+        positions: Sequence[int] | None = None,
         kept: KeptAnswers | None = None,
     ) -> Evaluation:
         """Evaluate the engine's policy; every rank has to call it. Rewards get the ``state``.
 
-        Answers that are ``kept`` are not given again, and new ones are added to them.
+        The prompts are those at the ``positions`` in the data set; None = all. Answers that are
+        ``kept`` are not given again, and new ones are added to them.
         """
-        begun, rows = time.perf_counter(), range(len(self._dataset))
+        begun, name = time.perf_counter(), self._decider.name
+        rows = range(len(self._dataset)) if positions is None else positions
         # A row that cannot be used has another one in its place, which is not to count twice.
         items = [item for n in rows if (item := self._dataset[n])["index"] == n]
         k, params = self._cfg.evaluation.samples, self._cfg.eval_sampling_params
         with Meter("Evaluation", total=_share(len(items)) * (1 + k)) as meter:
             ask = partial(self._ask, engine, items, state=state, meter=meter, kept=kept)
             greedy, samples = ask(params.greedy, 1), ask(params, k)
-        in_order = []
+        answered = []
         for item in items:
             n, prompt = item["index"], str(item["prompt"])
-            in_order.append(Answered(n, prompt, item["columns"], greedy[n][0], samples[n]))
+            answered.append(Answered(n, prompt, item["columns"], greedy[n][0], samples[n]))
         evaluation = Evaluation(
-            in_order,
-            reward=(name := self._decider.name),
+            answered,
+            graders=tuple(each.name for each in self._rewards.deciders),
             measure=self._decider.measure,
             seconds=time.perf_counter() - begun,
-            others=self._others,
             trained_on=self._trained_on,
         )
         if evaluation.record.get("eval/none") == 1:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from torchtune_grpo.config.text import aligned
 from torchtune_grpo.evaluation.thresholds import SOLVED, SURE
 
 ACCURACY = "eval/accuracy"
@@ -281,9 +282,7 @@ class Comparison:
             found = [each.get(f"eval/{name}", 0.0) for each in self.ends]
             if name != "none" or any(found):
                 rows.append([name, *(f"{value:.3f}" for value in found), ""])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        padded = ([*map(str.ljust, row, widths)] for row in rows)
-        return ["  ".join(cells).rstrip() for cells in padded]
+        return aligned(rows)
 
 
 # These decide by the recorded evaluations alone, so that a resumed run decides like the first one.
