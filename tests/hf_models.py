@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 300
-_SHAPE: dict[str, Any] = dict(
+SHAPE: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=48,
     intermediate_size=80,
@@ -128,7 +128,7 @@ def hf_folder(name: str, folder: Path, *, max_shard_size: str = "5GB", **changes
     kind, settings = MODELS[name]
     torch.manual_seed(0)
     with torch.device("cpu"):
-        config = AutoConfig.for_model(kind, **(_SHAPE | settings | changes))
+        config = AutoConfig.for_model(kind, **(SHAPE | settings | changes))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

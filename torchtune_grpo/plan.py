@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
 import shlex
 import shutil
@@ -42,6 +43,7 @@ from torchtune_grpo.monitor.metrics import StepMetrics
 from torchtune_grpo.recipes.grpo_full_finetune import GRPOFullFinetuneRecipe
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.run import Run
+from torchtune_grpo.sandbox.syscalls import memory_of, processes_of
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.trajectory import Trajectory
 
@@ -219,6 +221,7 @@ def _memory(run: Run) -> dict[str, int]:
         peak = torch.cuda.max_memory_reserved(run.device)
         return {"peak": peak, "total": torch.cuda.mem_get_info(run.device)[1]}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak += sum(map(memory_of, processes_of(os.getpid())))  # of rewards, say
     return {"peak": peak, "total": peak + free_bytes(run.device)}
 
 

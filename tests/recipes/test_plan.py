@@ -1,15 +1,19 @@
 """`torchtune-grpo plan` and `GRPO.plan`: what they say before a run, which they do not change."""
 
 import json
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from runs import NO_EVALUATION, RECIPE, metrics, run, tune, weights
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.evaluation.statistics import Score
 from torchtune_grpo.monitor.findings import History
-from torchtune_grpo.plan import Plan, _shares_of_spread, judge, lines
+from torchtune_grpo.plan import Plan, _memory, _shares_of_spread, judge, lines
 from torchtune_grpo.rewards import Reward, RewardSet
 
 CONFIG = "tiny_arithmetic_grpo"
@@ -129,3 +133,15 @@ def test_training_is_what_it_would_have_been(tmp_path):
     planned, alone = (weights(tmp_path / name / "step_000002") for name in ("planned", "alone"))
     assert planned.keys() == alone.keys()
     assert all(bool((planned[name] == alone[name]).all()) for name in alone)
+
+
+def test_memory_is_also_that_of_processes_that_rewards_have_started():
+    run, held = (
+        SimpleNamespace(device=torch.device("cpu")),
+        "x = b'x' * 300_000_000; print(1); input()",
+    )
+    before, pipes = _memory(run)["peak"], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-uc", held], **pipes) as child:
+        child.stdout.readline()
+        assert 3.0e8 < _memory(run)["peak"] - before < 3.5e8
+        child.communicate(b"\n")

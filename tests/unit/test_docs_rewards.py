@@ -47,8 +47,9 @@ def test_worked_example(example, tmp_path, monkeypatch):
     assert not children()
 
 
-def test_there_are_four_and_all_shipped_rewards_are_listed():
-    assert list(EXAMPLES) == ["short", "chat", "isolated", "judge"]  # test_docs_llm_judge.py
+def test_there_are_five_and_all_shipped_rewards_are_listed():
+    ours = ["judge", "model"]  # test_judge.py, test_reward_model.py
+    assert list(EXAMPLES) == ["short", "chat", "isolated", *ours]
     table = PAGE.partition("## Shipped rewards")[2]
     listed = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
     others = {"Reward", "RewardFailure", "RewardFunction", "RewardScores", "RewardSet"}

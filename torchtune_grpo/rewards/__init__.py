@@ -6,6 +6,7 @@ describes it.
 
 from torchtune_grpo.rewards.call import TrainerState
 from torchtune_grpo.rewards.code import CodeReward, ProgramReward, code_format_reward
+from torchtune_grpo.rewards.judge import JudgeReward
 from torchtune_grpo.rewards.math import (
     grade_math_answer,
     last_number_reward,
@@ -13,6 +14,7 @@ from torchtune_grpo.rewards.math import (
     math_format_holds,
     math_format_reward,
 )
+from torchtune_grpo.rewards.model import RewardModel
 from torchtune_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.score import Decider, RewardFailure, RewardScores, RewardSet
@@ -29,6 +31,7 @@ from torchtune_grpo.rewards.symbolic import SymbolicMathReward
 __all__ = [
     "CodeReward",
     "CosineLengthReward",
+    "JudgeReward",
     "OverlongPenalty",
     "ProgramReward",
     "ReasoningGymReward",
@@ -37,6 +40,7 @@ __all__ = [
     "Decider",
     "RewardFailure",
     "RewardFunction",
+    "RewardModel",
     "RewardScores",
     "RewardSet",
     "SymbolicMathReward",

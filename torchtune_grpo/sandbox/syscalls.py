@@ -96,6 +96,14 @@ def processes_of(root: int, without: Container[int] = ()) -> list[int]:
     return found[1:]
 
 
+def memory_of(process: int) -> int:
+    """Return the bytes of memory that a process has, with its share of what others have, too."""
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return 0
+
+
 def _stat(process: int | str) -> list[str]:
     """Return the fields of a process's stat file after its name, which may be any bytes."""
     return Path(f"/proc/{process}/stat").read_text("latin-1").rpartition(")")[2].split()
