@@ -43,7 +43,7 @@ class Tally(NamedTuple):
     """What a candidate's samples say, by the row of their question in the data."""
 
     best: dict[object, float]  # the highest score of the group: pass@k
-    signal: dict[object, float]  # how far two samples are apart, for 1,000 tokens of the group
+    signal: dict[object, float]  # how far two of its samples are apart, for each of its tokens
 
     def beats(self, other: Tally, *, level: float) -> bool:
         """Whether a run should rather start here, at this level of p on the same questions.
@@ -85,22 +85,17 @@ class Candidate:
 
     @property
     def tally(self) -> Tally:
-        answered, prompts = self.found.answered, self.found.record["prompts"]
-        assert isinstance(prompts, dict)
-        rows = [self.data.row_numbers[each.index] for each in answered]
-        one, two, best = (
-            [value or 0.0 for value in prompts[f"pass@{n}"]]  # None where none applies
-            for n in (1, 2, self.cfg.grpo_samples)
-        )
+        answered, data, k = self.found.answered, self.data, self.cfg.grpo_samples
+        prompts: Any = self.found.record["prompts"]  # None where no reward applies
+        one, two, best = ([score or 0.0 for score in prompts[f"pass@{n}"]] for n in (1, 2, k))
         # The better of two is above their mean by half of how far they are apart.
         apart = [2 * (high - mean) for high, mean in zip(two, one, strict=True)]
-        costs = [
-            (len(self.data[each.index]["tokens"]) + sum(a.tokens for a in each.samples)) / 1000
-            for each in answered
-        ]
+        samples = [sum(answer.tokens for answer in each.samples) for each in answered]
+        costs = [len(data[e.index]["tokens"]) + n for e, n in zip(answered, samples, strict=True)]
         ratio, cost = sum(apart) / sum(costs), fmean(costs)
         # What each question adds to the ratio, whose uncertainty is that of its costs, too.
         signal = [ratio + (a - ratio * c) / cost for a, c in zip(apart, costs, strict=True)]
+        rows = [data.row_numbers[each.index] for each in answered]
         return Tally(dict(zip(rows, best)), dict(zip(rows, signal)))
 
     @property
@@ -115,7 +110,7 @@ class Candidate:
             f"pass@{self.cfg.grpo_samples}": fmean(best.values()),
             "teaching": fmean(len(each) > 1 for each in scores),
             "cut off": fmean(answer.truncated for answer in samples),
-            "signal/1k": fmean(signal.values()),
+            "signal/1k": 1000 * fmean(signal.values()),
             "tokens": round(fmean(answer.tokens for answer in samples)),
             "seconds": round(self.found.seconds),
         }
@@ -163,20 +158,13 @@ def compare(engine: RolloutEngine, tried: list[Candidate], rows: list[Any]) -> l
     return sorted(left, key=lambda each: -fmean(each.tally.signal.values()))
 
 
-def questions(tried: Sequence[Candidate], count: int, *, seed: int) -> list[Any]:
-    """Draw rows of the data that all candidates can use."""
-    usable = sorted(set.intersection(*({*each.data.row_numbers} for each in tried)))
-    if not 1 <= count <= len(usable):
-        rows = f"{len(usable)} rows of dataset that all candidates can use"
-        raise ValueError(f"--questions={count}: there are {rows}; give 1 or more of these.")
-    return random.Random(seed).sample(usable, count)
-
-
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
+    """Writes texts of several lines as blocks, and a newline alone as one."""
 
     def represent_scalar(self, tag: str, value: Any, style: str | None = None) -> yaml.ScalarNode:
-        return super().represent_scalar(tag, value, "|" if "\n" in str(value) else style)
+        if "\n" in str(value):
+            style = "|" if value.strip() else '"'
+        return super().represent_scalar(tag, value, style)
 
 
 def as_yaml(changes: Mapping[str, Any], *, has_held_out: bool) -> str:
@@ -210,9 +198,13 @@ def main() -> None:
     run = Run(given)
     run.prepare_model()
     tried = candidates(run, args.candidates)
-    rows = questions(tried, args.questions, seed=run.cfg.seed)
+    usable = sorted(set.intersection(*({*each.data.row_numbers} for each in tried)))
+    if not 1 <= args.questions <= len(usable):
+        there = f"{len(usable)} rows of dataset that all candidates can use"
+        raise ValueError(f"--questions={args.questions}: there are {there}; give 1 to as many.")
+    rows = random.Random(run.cfg.seed).sample(usable, args.questions)
     best, *others = compare(run.load_engine(None), tried, rows)
-    run.close(leave_ranks=True)
+    run.close()
     _say("\n".join(["", *aligned([[*best.cells], *([*e.cells.values()] for e in tried)]), ""]))
     if not any(best.tally.signal.values()):
         raise ValueError("No candidate's samples differ, so none teaches: set temperature higher.")
@@ -224,3 +216,4 @@ def main() -> None:
     if args.output is not None and parallel.rank() == 0:
         base = args.config if args.config in config_files() else Path(args.config).resolve()
         write_text(args.output, f"base_config: {base}\n{keys}")
+    parallel.end_process_group()

@@ -177,9 +177,9 @@ class RewardSet:
         known = [r for r in self.rewards if r.name == self._deciding or r.decides]
         # The one that is named comes first, and then those that train.
         known.sort(key=lambda reward: (reward.name != self._deciding, reward.weight == 0))
-        first = {reward.name: reward for reward in reversed(known)}
+        first = {reward.name: Decider(reward, True) for reward in reversed(known)}
         names = dict.fromkeys(reward.name for reward in known)
-        return [Decider(first[name], True) for name in names] or [Decider(self.rewards[0], False)]
+        return [first[name] for name in names] or [Decider(self.rewards[0], False)]
 
     def gate(self, wanted: bool | None) -> str | None:
         """Name the reward that has to differ within a group before the others may train on it.
