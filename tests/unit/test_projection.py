@@ -80,8 +80,9 @@ def test_blocks_equal_full_logits_and_stay_small(kind, entropy_gradient, dtype):
         values, grads = step(output, blocked=True, **kw)
     assert plain.elements == TOKENS * VOCAB  # the recorder sees them where they are
     assert blocked.elements <= CHUNK
-    torch.testing.assert_close(values, expected, atol=2e-5, rtol=0)
-    # bf16: both round products to 8 bits, in another order.
+    # bf16: logits have 16 bits, and both round their gradients' products to 8, in another order.
+    atol = 2e-5 if dtype == torch.float32 else 1e-4
+    torch.testing.assert_close(values, expected, atol=atol, rtol=0)
     scale = 1e-5 if dtype == torch.float32 else 2e-2
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert grad.dtype == dtype

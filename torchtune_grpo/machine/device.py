@@ -65,6 +65,7 @@ def find_device(name: str) -> torch.device:
     return utils.get_device(device=name)
 
 
+@cache
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether a device has instructions that multiply bf16, and need not emulate them."""
     if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities"):  # since torch 2.12 or so

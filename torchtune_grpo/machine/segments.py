@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from torchtune_grpo.machine.device import multiplies_bf16
+
 T = TypeVar("T")
 # A mask's rows begin at multiples of this: memory-efficient attention needs 16-byte addresses.
 _MASK_ALIGNMENT = 16
 _LARGEST_HEAD = 256  # largest head size that flash attention takes
-_PART = 1024  # rows of a weight that are converted at once
+_PART = 1024  # rows of a weight that are multiplied at once, to stay in a CPU's cache
 _SCORES = 1 << 16  # at most so many per head, in parts that attend together
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -256,14 +258,22 @@ def aligned(width: int) -> int:
 def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Compute ``x weight^T`` [K, V] without gradient, for x [K, D] and weight [V, D].
 
-    It is float32, and not rounded to bf16 first if the factors are bf16.
+    It is float32, and not rounded to bf16 first if the factors are bf16. A CPU that multiplies bf16
+    makes two such products, since its results are bf16, too: the second is what rounding took from
+    the first. Together they have 16 bits, in half the time of a product in float32.
     """
     x, weight = x.detach(), weight.detach()
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         options = {} if out is None else {"out": out}
         return torch.mm(x, weight.t(), out_dtype=torch.float32, **options)
+    if x.dtype == weight.dtype == torch.bfloat16 and multiplies_bf16(x.device):
+        out = x.new_empty(len(x), len(weight), dtype=torch.float32) if out is None else out
+        for part, columns in zip(weight.split(_PART), out.split(_PART, dim=1), strict=True):
+            rounded = torch.mm(x, part.t())
+            columns.copy_(rounded)
+            columns += torch.addmm(rounded, x, part.t(), beta=-1)
+        return out
     if out is not None or weight.dtype == torch.float32:
         return torch.mm(x.float(), weight.float().t(), out=out)
-    # Converted in parts that stay in a CPU's cache.
     wide = x.float()
     return torch.cat([torch.mm(wide, part.float().t()) for part in weight.split(_PART)], dim=1)

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TiedLinear, TransformerDecoder
 
+from torchtune_grpo.machine.device import multiplies_bf16
 from torchtune_grpo.machine.segments import float32_product
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.training.packing import Layout, MicroBatch
@@ -307,7 +308,7 @@ def _narrowed(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
     """Add ``left w`` to ``total`` in float32: the products of a token's blocks nearly cancel."""
-    if w.is_cuda and w.dtype != total.dtype:
+    if w.dtype == torch.bfloat16 and multiplies_bf16(w.device):
         total += float32_product(left.to(w.dtype), w.t())
     else:
         total.addmm_(left, w.to(total.dtype))  # saves a tensor of total's size for each block
