@@ -165,8 +165,8 @@ def test_what_is_counted_of_a_candidate():
     candidate.found = Evaluation(asked, ("right", "last"), "accuracy", seconds=2.4)
     best, signal = candidate.tally
     assert best == {7: 1, 8: 1, 9: 0}
-    ratio, cost = (3 / 6 + 4 / 6) / 100, 100 / 3
-    parts = [(3 / 6 - 30 * ratio) / cost, (4 / 6 - 30 * ratio) / cost, -40 * ratio / cost]
+    ratio, cost = (3 / 6 + 4 / 6) / 0.1, 0.1 / 3  # for 1,000 tokens
+    parts = [(3 / 6 - 0.03 * ratio) / cost, (4 / 6 - 0.03 * ratio) / cost, -0.04 * ratio / cost]
     assert signal == pytest.approx({7 + n: ratio + part for n, part in enumerate(parts)})
     told = dict(zip(("questions", "right", "last", "sampled"), ("3", "0.667", "1.000", "0.250")))
     told |= {"": "mine", "pass@4": "0.667", "teaching": "0.667", "cut off": "0.750"}

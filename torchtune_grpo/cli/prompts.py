@@ -43,7 +43,7 @@ class Tally(NamedTuple):
     """What a candidate's samples say, by the row of their question in the data."""
 
     best: dict[object, float]  # the highest score of the group: pass@k
-    signal: dict[object, float]  # how far two of its samples are apart, for each of its tokens
+    signal: dict[object, float]  # how far two samples are apart, for 1,000 tokens of the group
 
     def beats(self, other: Tally, *, level: float) -> bool:
         """Whether a run should rather start here, at this level of p on the same questions.
@@ -61,7 +61,7 @@ class Tally(NamedTuple):
 
 
 class Candidate:
-    """A piece of a config, and the answers to its prompts so far."""
+    """A piece of a config, and the answers to its prompts so far, in ``found``."""
 
     def __init__(self, name: str, changes: Mapping[str, Any], run: Run) -> None:
         merged: Any = OmegaConf.merge(run.given, changes)
@@ -91,7 +91,7 @@ class Candidate:
         # The better of two is above their mean by half of how far they are apart.
         apart = [2 * (high - mean) for high, mean in zip(two, one, strict=True)]
         samples = [sum(answer.tokens for answer in each.samples) for each in answered]
-        costs = [len(data[e.index]["tokens"]) + n for e, n in zip(answered, samples, strict=True)]
+        costs = [(len(data[e.index]["tokens"]) + n) / 1000 for e, n in zip(answered, samples)]
         ratio, cost = sum(apart) / sum(costs), fmean(costs)
         # What each question adds to the ratio, whose uncertainty is that of its costs, too.
         signal = [ratio + (a - ratio * c) / cost for a, c in zip(apart, costs, strict=True)]
@@ -110,7 +110,7 @@ class Candidate:
             f"pass@{self.cfg.grpo_samples}": fmean(best.values()),
             "teaching": fmean(len(each) > 1 for each in scores),
             "cut off": fmean(answer.truncated for answer in samples),
-            "signal/1k": 1000 * fmean(signal.values()),
+            "signal/1k": fmean(signal.values()),
             "tokens": round(fmean(answer.tokens for answer in samples)),
             "seconds": round(self.found.seconds),
         }
