@@ -306,6 +306,11 @@ def test_arguments_that_contradict_each_other_are_refused(llama3_tokenizer):
         make(llama3_tokenizer, datasets.DatasetDict({"train": table, "test": table}))
     with pytest.raises(ValueError, match="^rows: a mapping of prompt, answer; give a list of dic"):
         make(llama3_tokenizer, {"prompt": ["1+1?"], "answer": ["2"]})
+    pictures = [{"prompt": "a", "images": [], "n": 1}, {"prompt": "b", "images": ["x"], "n": 2}]
+    with pytest.raises(ValueError, match="^columns: row 1 has images, which the model would not s"):
+        make(llama3_tokenizer, pictures)
+    shown = make(llama3_tokenizer, pictures, columns={"files": "images"})
+    assert [item["columns"] for item in shown] == [{"files": [], "n": 1}, {"files": ["x"], "n": 2}]
     with pytest.raises(ValueError, match="^row 1 .*answer.*before it "):
         make(llama3_tokenizer, [{"prompt": "a"}, {"prompt": "b", "answer": "1"}])
 
@@ -385,12 +390,13 @@ def test_values_are_those_of_the_file(llama3_tokenizer, tmp_path):
     data = RLDataset(llama3_tokenizer, source=str(path))
     assert [item["columns"]["answer"] for item in data] == [None, 1]
     csv = tmp_path / "rows.csv"
-    csv.write_text('prompt,answer\n"NA, or\nnull",nan\nNone,3\nx,\n')
+    csv.write_text('prompt,answer,flag,n\n"NA, or\nnull",nan,True,1\nNone,3,false,2\nx,,TRUE,3\n')
     items = [
-        (item["prompt"].text, item["columns"]["answer"])
+        (item["prompt"].text, *item["columns"].values())
         for item in RLDataset(llama3_tokenizer, source=str(csv))
     ]
-    assert items == [("NA, or\nnull", "nan"), ("None", "3"), ("x", "")]
+    expected = [("NA, or\nnull", "nan", "True", 1), ("None", "3", "false", 2), ("x", "", "TRUE", 3)]
+    assert items == expected
 
 
 def test_of_a_stream_only_so_many_rows_are_fetched(llama3_tokenizer, tmp_path, monkeypatch):

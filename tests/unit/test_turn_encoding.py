@@ -111,6 +111,16 @@ def test_a_malformed_call_leaves_the_good_ones(name, tmp_path):
     assert read == [({"a": 1, "b": [2]}, False), (written, True), ([1], True)]
 
 
+def test_an_argument_may_hold_the_tag_that_closes_a_call(tmp_path):
+    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "qwen3")))
+    parse = find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
+    tags = "</tool_call> <tool_call>{</tool_call>"
+    call = json.dumps({"name": "add", "arguments": {"a": tags}})
+    turn = read_turn(f"So <tool_call>\n{call}\n</tool_call>\n{CALL} on", parse, [ADD])
+    arguments = [each["function"]["arguments"] for each in turn["tool_calls"]]
+    assert arguments == [{"a": tags}, {"a": 1, "b": [2]}] and turn["content"] == "So on"
+
+
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [

@@ -34,6 +34,8 @@ Row = Mapping[str, object]
 
 log = get_logger("INFO")
 
+# Columns with which TRL changes the prompt.
+_OF_PROMPTS = ("image", "images", "tools", "chat_template_kwargs")
 _REPORT_SECONDS = 10  # between two log lines while data take long to read
 _FIRST = 10_000  # rows that are read at the start, in two seconds, so that mistakes surface
 
@@ -258,6 +260,12 @@ class RLDataset(Dataset[Item]):
                 f"row {number} has the columns {sorted(row)}, the ones before it "
                 f"{sorted(self._names)}. Give every row the same columns."
             )
+        for name in _OF_PROMPTS:
+            if self._sources.get(name) == name and row[name]:
+                raise ValueError(
+                    f"columns: row {number} has {name}, which the model would not see. If a reward "
+                    f"needs it, rename it: columns={{other_name: {name}}}; or else remove it."
+                )
         prompt = self._fill(row)
         # Machine integers: lists of Python's take nine times the memory.
         tokens = array("i", self.encoder(prompt))

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -35,6 +35,7 @@ _FORMATS = {
     ".txt": "text",
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_BOOLEANS = frozenset(("true", "True", "TRUE", "false", "False", "FALSE"))  # to pandas
 _HUB_SECONDS = 3
 _SPLITS = ("train", "test", "validation")  # names for data without splits, beside any others
 
@@ -99,8 +100,9 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
         options.setdefault("keep_default_na", False)  # True would read the text "None" as null
         if ".tsv" in str(files):
             options.setdefault("sep", "\t")
-        for paths in files.values():
-            _check_csv(paths, **options)
+        texts = {name for paths in files.values() for name in _check_csv(paths, **options)}
+        if texts:
+            options["converters"] = dict.fromkeys(sorted(texts), str)
     return load_dataset(file_format, split=split, data_files=files, **options)
 
 
@@ -194,8 +196,10 @@ def _check_csv(
     quotechar: str = '"',
     encoding: str = "utf-8-sig",
     **others: object,
-) -> None:
-    """Refuse records with more or fewer fields than the header, as pandas shifts or fills them."""
+) -> Iterator[str]:
+    """Yield the columns with booleans; refuse records of another length than the header's, which
+    pandas shifts or fills.
+    """
     if others.keys() - {"keep_default_na", "streaming"}:  # then it is for pandas to read them
         return
     for opened in fsspec.open_files(
@@ -211,6 +215,9 @@ def _check_csv(
                         f"{opened.path}, line {records.line_num}: {len(record)} fields, and the "
                         f"header has {len(header)}; put texts with {sep!r} in quotes"
                     )
+                if not _BOOLEANS.isdisjoint(record):
+                    fields = zip(header, record, strict=True)
+                    yield from (name for name, value in fields if value in _BOOLEANS)
 
 
 def digest(rows: Any) -> str:

@@ -21,7 +21,8 @@ Parser = Callable[[str, Container[str]], tuple[str, list[object]]]
 
 MALFORMED = "This is not a well-formed call: it has a tool's name, and arguments by their names."
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>\s*(.*?)</tool_call>\s*", re.DOTALL)
+_HERMES_END = re.compile(r"\s*</tool_call>\s*")
 _LLAMA = re.compile(
     r"""(?:<\|python_tag\|>)?(?P<call>\{\s*("type"\s*:\s*"function"\s*,\s*)?"""
     r""""name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"(?P<key>parameters|arguments)"\s*:)"""
@@ -42,8 +43,19 @@ _OTHERS = {
 
 def _hermes(text: str, names: Container[str]) -> tuple[str, list[object]]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen 2.5 and 3 write it."""
-    content, calls = _cut_out(_HERMES, text, "</tool_call>")
-    return content, [_json(call.strip()) for call in calls]
+    # Searching the rest would take a square of its length.
+    closed = text.rpartition("</tool_call>")[0] + "</tool_call>"
+    content, end, calls = "", 0, list[object]()
+    while found := _HERMES.search(closed, end):
+        content += text[end : found.start()]
+        call, end = _json(found[1].strip()), found.end()
+        if isinstance(call, str):  # a text among its arguments may hold the closing tag
+            with suppress(ValueError, RecursionError):
+                whole, last = json.JSONDecoder().raw_decode(text, found.start(1))
+                if tag := _HERMES_END.match(text, last):
+                    call, end = whole, tag.end()
+        calls.append(call)
+    return content + text[end:].lstrip() if calls else text, calls
 
 
 def _llama(text: str, names: Container[str]) -> tuple[str, list[object]]:
@@ -74,15 +86,10 @@ def _gemma(text: str, names: Container[str]) -> tuple[str, list[object]]:
         pieces[1::2] = map(json.dumps, pieces[1::2])
         return _json("".join(pieces))
 
-    content, calls = _cut_out(_GEMMA, text, "<tool_call|>")
+    closed, end, rest = text.rpartition("<tool_call|>")  # as in ``_hermes``
+    calls = _GEMMA.findall(closed + end)
+    content = _GEMMA.sub("", closed + end) + (rest.lstrip() if end else rest)
     return content, [{"name": name, "arguments": arguments(given)} for name, given in calls]
-
-
-def _cut_out(pattern: re.Pattern[str], text: str, end: str) -> tuple[str, list[Any]]:
-    """Return a text without the calls that end in ``end``, and what a pattern finds in each."""
-    closed, end, rest = text.rpartition(end)  # searching the rest would take a square of its length
-    found = pattern.findall(closed + end)
-    return pattern.sub("", closed + end) + (rest.lstrip() if end else rest), found
 
 
 def _json(text: str) -> object:

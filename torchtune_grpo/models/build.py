@@ -2,12 +2,13 @@
 
 Parameters have torchtune's names and Hugging Face's order of rows. A key that changes the
 computation and is not implemented here is refused by name. Keys that transformers' implementation
-of the model does not read are ignored here, too.
+of the model does not read are ignored here, too: those that are no fields of its config's class.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchtune import utils
 from torchtune.modules import (
     FeedForward,
     MultiHeadAttention,
@@ -25,8 +27,9 @@ from torchtune.modules import (
 from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
+from torchtune.utils._logging import log_once
 
-from torchtune_grpo.config.text import describe, read_json, shortened
+from torchtune_grpo.config.text import ConfigError, describe, read_json, shortened
 from torchtune_grpo.models.adapter import adapter_settings
 from torchtune_grpo.models.families import ACTIVATIONS, FAMILIES, AllHeadsNorm
 from torchtune_grpo.models.layers import (
@@ -36,20 +39,26 @@ from torchtune_grpo.models.layers import (
     scale_output,
 )
 
+log = utils.get_logger("INFO")
+
 # The kinds of scaled rotations in transformers whose frequencies do not depend on the text's length
 # (longrope's do not within the original context, to which it is cut)
 _SCALED_ROTATIONS = ("linear", "llama3", "yarn", "longrope")
-# Key of config.json -> the values under which it has no effect
+# Key of config.json -> the values under which it has no effect, first that of a missing key
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), (0.0,)),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop"), (0.0,)),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "logit_scale": (1.0,),
-    "quantization_config": (),
-    "use_bidirectional_attention": (False,),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,)),
+    **dict.fromkeys(("quantization_config", "per_layer_config"), (None,)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
+    "logit_scale": (None, 1.0),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "position_embedding_type": ("rope",),
+    "qk_layernorm": (False,),
+    "use_parallel_residual": (False,),
 }
+_READ_FOR_ALL_TYPES = ("is_causal", "quantization_config", "per_layer_config")
+_DROPOUTS = [f"{of}_dropout" for of in ("attention", "hidden", "residual", "embedding")]
+_DROPOUTS += ["resid_pdrop", "embd_pdrop"]
 _LORA: dict[str, object] = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
@@ -62,13 +71,17 @@ _LORA: dict[str, object] = {
 Linear = Callable[[str, int, int, bool], nn.Module]
 
 
+class UnsupportedModelError(ValueError):
+    """Names a key of config.json that is not implemented here; transformers may have it."""
+
+
 def hf_model(model_dir: str) -> TransformerDecoder:
     """Build a model for full fine-tuning from ``config.json`` in ``model_dir``."""
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         return nn.Linear(inputs, outputs, bias=bias)
 
-    return _decoder(read_config(model_dir), linear)
+    return _build(model_dir, read_config(model_dir), linear)
 
 
 def lora_hf_model(
@@ -106,7 +119,7 @@ def lora_hf_model(
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         quantized = quantize_base and name != "output"
         if quantized and inputs * outputs % (64 * 256):
-            raise ValueError(
+            raise ConfigError(
                 "quantize_base=True: NF4 needs weights of a multiple of 16384 numbers, but "
                 f"{name} has {outputs} x {inputs}; set it to False."
             )
@@ -123,7 +136,7 @@ def lora_hf_model(
             )
         return (FrozenNF4Linear if quantized else nn.Linear)(inputs, outputs, bias=bias)
 
-    model = _decoder(hf, linear)
+    model = _build(model_dir, hf, linear)
     if quantize_base:  # as in torchtune's builders, a state dict has no NF4
         model._register_state_dict_hook(
             partial(
@@ -151,8 +164,25 @@ def _adapted_layers(lora: Mapping[str, Any], *, tied: bool) -> set[str]:
     return names
 
 
+def _build(model_dir: str, hf: Any, linear: Linear) -> TransformerDecoder:
+    for key in _DROPOUTS:
+        if rate := _read(hf, key):
+            message = f"config.json says {key}={rate}, which is taken as 0"
+            log_once(log, f"model_dir={model_dir}: {message}.", level=logging.WARNING)
+    try:
+        return _decoder(hf, linear)
+    except ConfigError:
+        raise
+    except Exception as error:  # of any type: numbers that contradict each other fail anywhere
+        raise ValueError(
+            f"model_dir={model_dir}: its config.json describes no model: "
+            f"{shortened(describe(error), 300)}. Fetch the model again, or correct the key."
+        ) from error
+
+
 def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
-    family, width, hidden = FAMILIES[hf.model_type], hf.hidden_size, hf.intermediate_size
+    family, width = FAMILIES[hf.model_type], hf.hidden_size
+    hidden = getattr(hf, family.hidden)
 
     def layer(name: str, inputs: int, outputs: int) -> nn.Module:
         return linear(name, inputs, outputs, family.has_bias(hf, name))
@@ -164,9 +194,10 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
         return norm(width) if name in family.norms else default
 
     embeddings = family.embedding(hf.vocab_size, width)  # first: a seed's adapters follow
-    kinds, residual = _layer_kinds(hf), getattr(hf, "residual_multiplier", 1.0)
+    kinds, residual = _layer_kinds(hf), float(_read(hf, "residual_multiplier", 1.0))
     scale = nn.Identity() if residual == 1.0 else Scale(residual)
-    rotates = getattr(hf, "no_rope_layers", None) or [True] * len(kinds)  # 0: it does not
+    if not kinds:
+        raise ValueError("num_hidden_layers=0")
     rotations = {kind: family.rotation(*_rotation(hf, kind)) for kind in set(kinds)}
     layers = [
         TransformerSelfAttentionLayer(
@@ -182,7 +213,7 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
             sa_scale=norm_at("sa_scale", default=scale),
             mlp_scale=norm_at("mlp_scale", default=scale),
         )
-        for kind, rotated in zip(kinds, rotates, strict=True)
+        for kind, rotated in zip(kinds, _rotates(hf, kinds), strict=True)
     ]
     tied = hf.tie_word_embeddings
     model = TransformerDecoder(
@@ -194,8 +225,8 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
         norm=norm(width),
         output=TiedLinear(embeddings) if tied else layer("output", width, hf.vocab_size),
     )
-    scale_output(model.tok_embeddings, getattr(hf, "embedding_multiplier", 1.0))
-    scale_output(model.norm, 1 / getattr(hf, "logits_scaling", 1.0))
+    scale_output(model.tok_embeddings, float(_read(hf, "embedding_multiplier", 1.0)))
+    scale_output(model.norm, 1 / _read(hf, "logits_scaling", 1.0))
     return model
 
 
@@ -224,7 +255,10 @@ def _attention(
         k_norm=k_norm,
         max_seq_len=context_length(hf),
     )
-    attention.window = hf.sliding_window if layer_kind == "sliding_attention" else None
+    if layer_kind == "sliding_attention":
+        attention.window = window = _read(hf, "sliding_window")
+        if type(window) is not int or window < 1:
+            raise ValueError(f"sliding_window={window!r}, with layers of sliding attention")
     return attention
 
 
@@ -234,7 +268,8 @@ def _attention(
 def read_config(model_dir: str | Path) -> Any:
     """Read a folder's config with transformers, whose defaults hold for keys it leaves out.
 
-    Raises a ValueError that names the key if the model cannot be computed exactly.
+    Raises an UnsupportedModelError if the model cannot be computed exactly, and another ValueError
+    if the config is damaged.
     """
     if not Path(model_dir, "config.json").is_file():
         raise ValueError(
@@ -242,12 +277,11 @@ def read_config(model_dir: str | Path) -> Any:
             "download <model> --output-dir <folder>` makes it."
         )
     given = read_json(model_dir, "config.json", key="model_dir")
-    kind = given.get("model_type")
+    kind, text = given.get("model_type"), given.get("text_config")
     if kind not in FAMILIES:
-        sees = (
-            " docs/models.md shows how to take out its text part." if "text_config" in given else ""
-        )
-        raise ValueError(
+        is_known = isinstance(text, Mapping) and text.get("model_type") in FAMILIES
+        sees = " docs/models.md shows how to take out its text part." if is_known else ""
+        raise UnsupportedModelError(
             f"model_dir={model_dir}: config.json says model_type={kind!r}; supported are "
             f"{', '.join(FAMILIES)}.{sees}"
         )
@@ -261,7 +295,9 @@ def read_config(model_dir: str | Path) -> Any:
             f"{shortened(describe(error), 300)}. Fetch the model again, or correct the key."
         ) from error
     for key, value, remedy in _unsupported(given, hf):
-        raise ValueError(f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}.")
+        raise UnsupportedModelError(
+            f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}."
+        )
     return hf
 
 
@@ -279,19 +315,29 @@ def context_length(hf: Any) -> int:
     return min(limits)
 
 
-def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, str]]:
+def _read(hf: object, key: str, default: Any = None) -> Any:
+    """Return the value of a key that the model reads, or the default.
+
+    A config also keeps keys that its model does not read; those that it does are parameters.
+    """
+    return getattr(hf, key) if key in inspect.signature(type(hf)).parameters else default
+
+
+def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, object, str]]:
     """Yield the keys whose effect is not implemented: name, value and remedy."""
     for name in hf.architectures or ():
-        if not name.endswith("ForCausalLM"):
+        if not str(name).endswith("ForCausalLM"):
             yield "architectures", name, "only a causal language model can be trained"
     for key, harmless in _WITHOUT_EFFECT.items():
-        value = getattr(hf, key, given.get(key))
-        if value is not None and value not in harmless:
+        value = given.get(key) if key in _READ_FOR_ALL_TYPES else _read(hf, key, harmless[0])
+        if value not in harmless:
             yield key, value, "such a model is not supported"
     key, activation = _activation(hf)
     if activation not in ACTIVATIONS:
         yield key, activation, f"supported are {', '.join(ACTIVATIONS)}"
     for name in _layer_kinds(hf):
+        if name not in ("full_attention", "sliding_attention"):
+            yield "layer_types", name, "supported are full_attention and sliding_attention"
         rope = _rope_parameters(hf, name)
         if rope["rope_type"] not in ("default", *_SCALED_ROTATIONS):
             kinds = f"supported are default, {', '.join(_SCALED_ROTATIONS)}"
@@ -303,15 +349,16 @@ def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, Any, 
 
 def _activation(hf: object) -> tuple[str, str]:
     """Return the key that names the activation, and its name."""
-    key = "hidden_activation" if hasattr(hf, "hidden_activation") else "hidden_act"
-    return key, getattr(hf, key)
+    if (name := _read(hf, "hidden_activation", "")) != "":
+        return "hidden_activation", name or "gelu_pytorch_tanh"  # as Gemma's first config means it
+    return "hidden_act", _read(hf, "hidden_act")
 
 
 def _attention_scale(hf: object) -> float:
     """Return the factor of q @ k beside head_dim**-0.5."""
-    if (scalar := getattr(hf, "query_pre_attn_scalar", None)) is not None:
+    if (scalar := _read(hf, "query_pre_attn_scalar")) is not None:
         return (head_dim(hf) / scalar) ** 0.5
-    if (multiplier := getattr(hf, "attention_multiplier", None)) is not None:
+    if (multiplier := _read(hf, "attention_multiplier")) is not None:
         return multiplier * head_dim(hf) ** 0.5
     return 1.0
 
@@ -319,14 +366,19 @@ def _attention_scale(hf: object) -> float:
 def _layer_kinds(hf: Any) -> list[str]:
     """Return ``full_attention`` or ``sliding_attention`` for each layer."""
     layers = hf.num_hidden_layers
-    # A config also keeps keys that its model does not read; those that it does are parameters.
-    read = {key: getattr(hf, key, None) for key in inspect.signature(type(hf)).parameters}
-    if read.get("layer_types"):
-        return list(hf.layer_types)
-    every = getattr(hf, "sliding_window_pattern", layers + 1)  # Gemma's before transformers 5
-    if read.get("sliding_window") is None or not read.get("use_sliding_window", True):
+    if kinds := _read(hf, "layer_types"):
+        return list(kinds)
+    every = _read(hf, "sliding_window_pattern", layers + 1)  # Gemma's before transformers 5
+    if _read(hf, "sliding_window") is None or not _read(hf, "use_sliding_window", True):
         every = 1
     return ["sliding_attention" if n % every else "full_attention" for n in range(1, layers + 1)]
+
+
+def _rotates(hf: Any, kinds: Sequence[str]) -> list[bool]:
+    """Tell of each layer whether it rotates queries and keys."""
+    if FAMILIES[hf.model_type].rotates_in_windows and hf.sliding_window is not None:
+        return [kind == "sliding_attention" for kind in kinds]
+    return _read(hf, "no_rope_layers") or [True] * len(kinds)  # 0: it does not
 
 
 def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
@@ -334,17 +386,17 @@ def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:
     parameters = getattr(hf, "rope_parameters", None)
     if parameters is None:  # before transformers 5
         parameters = dict(getattr(hf, "rope_scaling", None) or {})
-        if kind == "sliding_attention" and hasattr(hf, "rope_local_base_freq"):
+        if kind == "sliding_attention" and _read(hf, "rope_local_base_freq") is not None:
             parameters = {"rope_theta": hf.rope_local_base_freq}
         for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
             if getattr(hf, key, None) is not None:
                 parameters.setdefault(key, getattr(hf, key))
-    elif isinstance(parameters.get(kind), Mapping):
-        parameters = parameters[kind]
+    elif FAMILIES[hf.model_type].rotation_by_kind:
+        parameters = parameters.get(kind) or {}
     return {"rope_type": parameters.get("type", "default"), **parameters}
 
 
-def _rotation(hf: object, kind: str) -> tuple[Tensor, float]:
+def _rotation(hf: Any, kind: str) -> tuple[Tensor, float]:
     """Return frequencies [rotated numbers / 2] float32, and the scale of cos and sin.
 
     Queries and keys are both scaled, so each by the root of what their products are scaled by.
@@ -357,7 +409,7 @@ def _rotation(hf: object, kind: str) -> tuple[Tensor, float]:
             return 1.0 / (parameters["rope_theta"] ** exponents), scale
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        nested = kind in (getattr(hf, "rope_parameters", None) or ())
+        nested = FAMILIES[hf.model_type].rotation_by_kind and hasattr(hf, "rope_parameters")
         compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
         frequencies, own = compute(hf, "cpu", **({"layer_type": kind} if nested else {}))
         return frequencies, own * scale

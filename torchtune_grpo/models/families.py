@@ -28,6 +28,8 @@ _FUSED_QKV = dict.fromkeys(("attn.q_proj", "attn.k_proj", "attn.v_proj"), "self_
 _GATED = {"mlp.w1": "mlp.gate_proj", "mlp.w2": "mlp.down_proj", "mlp.w3": "mlp.up_proj"}
 _FUSED_GATED = _GATED | dict.fromkeys(("mlp.w1", "mlp.w3"), "mlp.gate_up_proj")
 _UNGATED = {"mlp.w1": "mlp.up_proj", "mlp.w2": "mlp.down_proj"}
+_SHARED = {"mlp.w1": "shared_mlp.input_linear", "mlp.w2": "shared_mlp.output_linear"}
+_SHARED |= {"mlp.w3": "shared_mlp.input_linear"}
 _NORMS_BEFORE = {"sa_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _NORMS_AFTER = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}
 _NORMS_AROUND = _NORMS_AFTER | {
@@ -85,10 +87,13 @@ class Family:
     attention: Mapping[str, str] = field(default_factory=_ATTENTION.copy)
     norm: type[nn.Module] = RMSNorm
     eps: str = "rms_norm_eps"  # key of config.json
+    hidden: str = "intermediate_size"  # key of config.json
     qk_norm: type[nn.Module] | None = None  # of each head, or of all of them
     embedding: type[nn.Embedding] = nn.Embedding
     rotation: type[HalfRotation] = HalfRotation
     partial_rotation: bool = False  # whether config.json may leave a part of each head unrotated
+    rotation_by_kind: bool = False  # whether layers with a window have a rotation of their own
+    rotates_in_windows: bool = False  # alone, if any layers have a window
 
     @property
     def linear_names(self) -> dict[str, str]:
@@ -120,7 +125,8 @@ class Family:
 _FROM_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
 _ATTENTION_ONLY = ("attention_bias", "attention_bias", False)
 _LLAMA = Family(_NORMS_BEFORE, _GATED, _FROM_CONFIG)
-_MISTRAL = Family(_NORMS_BEFORE, _GATED, (False, False, False))  # ignores attention_bias
+_MISTRAL = replace(_LLAMA, biases=(False, False, False))  # ignores attention_bias
+_GEMMA = replace(_LLAMA, biases=_ATTENTION_ONLY, norm=GemmaRMSNorm, embedding=GemmaNormEmbeddings)
 _GLM = Family(
     _NORMS_BEFORE,
     _FUSED_GATED,
@@ -129,44 +135,35 @@ _GLM = Family(
     partial_rotation=True,
 )
 _OLMO = Family(_NORMS_AFTER, _GATED, _ATTENTION_ONLY, qk_norm=AllHeadsNorm)
+_LAYER_NORMS = replace(_LLAMA, norm=nn.LayerNorm, eps="layer_norm_eps")
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
     "ministral3": _MISTRAL,
-    "qwen2": Family(_NORMS_BEFORE, _GATED, (True, False, False)),
-    "qwen3": Family(_NORMS_BEFORE, _GATED, _ATTENTION_ONLY, qk_norm=RMSNorm),
-    "gemma3_text": Family(
-        _NORMS_AROUND,
-        _GATED,
-        _ATTENTION_ONLY,
-        norm=GemmaRMSNorm,
-        qk_norm=GemmaRMSNorm,
-        embedding=GemmaNormEmbeddings,
+    "qwen2": replace(_LLAMA, biases=(True, False, False)),
+    "qwen3": replace(_LLAMA, biases=_ATTENTION_ONLY, qk_norm=RMSNorm),
+    "gemma": _GEMMA,
+    "gemma3_text": replace(
+        _GEMMA, norms=_NORMS_AROUND, qk_norm=GemmaRMSNorm, rotation_by_kind=True
     ),
     "glm": _GLM,
     "glm4": replace(_GLM, norms=_NORMS_OF_GLM4),
     "smollm3": _LLAMA,
     "olmo2": _OLMO,
-    "olmo3": _OLMO,
+    "olmo3": replace(_OLMO, rotation_by_kind=True),
     "granite": _LLAMA,
-    "seed_oss": Family(_NORMS_BEFORE, _GATED, ("attention_bias", "attention_out_bias", "mlp_bias")),
-    "phi3": Family(
-        _NORMS_BEFORE,
-        _FUSED_GATED,
-        (False, False, False),
-        attention=_ATTENTION | _FUSED_QKV,
-        partial_rotation=True,
+    "granitemoehybrid": replace(
+        _LLAMA, mlp=_SHARED, biases=_ATTENTION_ONLY, hidden="shared_intermediate_size"
     ),
-    "arcee": Family(_NORMS_BEFORE, _UNGATED, _FROM_CONFIG),
-    "nemotron": Family(
-        _NORMS_BEFORE,
-        _UNGATED,
-        _FROM_CONFIG,
-        norm=ShiftedLayerNorm,
-        eps="norm_eps",
-        partial_rotation=True,
+    "seed_oss": replace(_LLAMA, biases=("attention_bias", "attention_out_bias", "mlp_bias")),
+    "phi3": replace(
+        _MISTRAL, mlp=_FUSED_GATED, attention=_ATTENTION | _FUSED_QKV, partial_rotation=True
+    ),
+    "arcee": replace(_LLAMA, mlp=_UNGATED),
+    "nemotron": replace(
+        _LLAMA, mlp=_UNGATED, norm=ShiftedLayerNorm, eps="norm_eps", partial_rotation=True
     ),
     "starcoder2": Family(
         _NORMS_BEFORE,
@@ -175,6 +172,14 @@ FAMILIES: dict[str, Family] = {
         norm=nn.LayerNorm,
         eps="norm_epsilon",
     ),
+    "cwm": replace(_LLAMA, biases=(False, False, "mlp_bias")),
+    "ernie4_5": replace(_LLAMA, biases=("use_bias", "use_bias", "use_bias"), rotation=PairRotation),
+    "exaone4": replace(_MISTRAL, norms=_NORMS_AFTER, qk_norm=RMSNorm, rotates_in_windows=True),
+    "helium": replace(_LLAMA, biases=("attention_bias", False, "mlp_bias"), rotation=PairRotation),
+    "internlm3": _LLAMA,
+    "iquestcoder": _LLAMA,
+    "jais2": replace(_LAYER_NORMS, mlp=_UNGATED),
+    "stablelm": replace(_LAYER_NORMS, biases=("use_qkv_bias", False, False), partial_rotation=True),
 }
 
 
