@@ -15,6 +15,7 @@ COMMANDS = {  # name -> its function, and what it does
     "plan": ("plan:main", "say what a run is going to be like, before its first step"),
     "prompts": ("cli.prompts:main", "compare prompts on training questions, to start from one"),
     "sample": ("cli.commands:sample", "print what a policy answers"),
+    "score": ("cli.score:main", "score a run's saved completions with other rewards"),
     "push": ("checkpoint.push:main", "upload a run's model to the Hugging Face hub"),
     "report": ("monitor.report:main", "write a run's page"),
 }

@@ -249,7 +249,9 @@ class GroupRecorder:
                 "prompt_index": identity[0],
                 "sample": sample,
                 "prompt": str(rows.prompts[sample]),
-                "columns": {name: _shortened(each[sample]) for name, each in rows.columns.items()},
+                "columns": {
+                    name: logged_column(each[sample]) for name, each in rows.columns.items()
+                },
                 "completion": str(completion),
                 "tokens": lengths[sample],
                 "ended": completion.ended,
@@ -280,7 +282,8 @@ def _mean_logprobs(trajectory: Trajectory, logprobs: Tensor) -> list[float]:
     return means
 
 
-def _shortened(value: object) -> object:
+def logged_column(value: object) -> object:
+    """Return a column's value as ``completions.jsonl`` has it."""
     value = to_json(value)
     return value[:_LONGEST_COLUMN] if isinstance(value, str) else value
 

@@ -1,0 +1,154 @@
+"""Score a run's saved completions with other rewards, without sampling.
+
+    torchtune-grpo score OUTPUT_DIR 'rewards=[my_rewards.stricter]' --show 5
+
+Columns come from the run's data set, in which each prompt has to be what it was. Token ids are
+those of the texts, encoded anew. docs/rewards.md describes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, combinations, groupby
+from pathlib import Path
+from statistics import fmean
+
+from torchtune_grpo.cli.commands import add_run, run_config
+from torchtune_grpo.config.text import to_json, visible
+from torchtune_grpo.environments.environment import environment_rewards
+from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, read, read_lines
+from torchtune_grpo.monitor.recorder import logged_column
+from torchtune_grpo.rewards import TrainerState
+from torchtune_grpo.run import Run
+from torchtune_grpo.trajectory import Completion, message
+
+Scores = Mapping[str, float | None]  # of a completion, by reward, and their total
+
+_OF_REWARDS = ("rewards", "deciding_reward")  # keys that do not change the data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Scores a run's completions with other rewards.")
+    add_run(parser)
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N changed answers")
+    parser.add_argument("--output", type=Path, help="file to write, with a JSON line per answer")
+    args = parser.parse_intermixed_args()
+    folder = Path(args.run)
+    groups = _saved_groups(folder)
+    sampled = sum(len(event["prompts"]["reward"]) for event in read(folder, "step"))
+    old = [{"total": row["reward"], **row["rewards"]} for row in chain(*groups)]
+    new = _rescore(args, groups)
+    share = f"{len(groups) / sampled:.0%} of the run's answers are saved, informative groups first"
+    print(f"{len(groups)} groups of {len(groups[0])}: {share}.")
+    print(*_table(old, new, len(groups[0])), sep="\n")
+    rows = [row | {"new": after} for row, after in zip(chain(*groups), new, strict=True)]
+    print(*_shown(rows, args.show), sep="\n")
+    if args.output is not None:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        args.output.write_text("".join(lines), encoding="utf-8")
+
+
+def _saved_groups(folder: Path) -> list[list[Record]]:
+    """Return the whole groups in a run's ``completions.jsonl``."""
+    groups: list[list[Record]] = []
+    for record in read_lines(folder / COMPLETIONS_FILE):
+        if record["sample"] == 0 or not groups:
+            groups.append([])
+        groups[-1].append(record)
+    size = max(map(len, groups), default=0)
+    if not groups:
+        raise ValueError(
+            f"{folder}: has no {COMPLETIONS_FILE}; give the output_dir of a run with log_groups "
+            "above 0."
+        )
+    return [group for group in groups if len(group) == size]
+
+
+def _rescore(args: argparse.Namespace, groups: Sequence[Sequence[Record]]) -> list[Scores]:
+    """Return the new scores of all completions, from one call of the rewards for each step."""
+    kept = [text for text in args.overrides if not text.lstrip("~").startswith(_OF_REWARDS)]
+    # The run's own rewards decide which rows were left out, and so what number a prompt has.
+    data = Run(run_config(argparse.Namespace(run=args.run, overrides=kept)))
+    run, found = Run(run_config(args)), list[Scores]()
+    for step, of_step in groupby(groups, key=lambda group: group[0]["step"]):
+        rows = [*chain(*of_step)]
+        columns = [_columns(data, row) for row in rows]
+        scores = run.rewards(
+            prompts=[data.dataset[row["prompt_index"]]["prompt"] for row in rows],
+            completions=[_completion(data, row) for row in rows],
+            columns={name: [each[name] for each in columns] for name in columns[0]},
+            group_size=len(groups[0]),
+            completion_ids=[_tokens(data, row) for row in rows],
+            trainer_state=TrainerState(step - 1, max_steps=run.cfg.num_steps),
+        )
+        names = ("total", *scores.names)
+        for total, each in zip(scores.total.tolist(), scores.scores.tolist(), strict=True):
+            found.append(to_json(dict(zip(names, (total, *each), strict=True))))
+    run.close()
+    data.close()
+    return found
+
+
+def _columns(data: Run, row: Record) -> Mapping[str, object]:
+    """Return a row's columns, which the record may have cut, if its prompt is what it was."""
+    item = data.dataset[row["prompt_index"]]
+    now = {name: logged_column(value) for name, value in item["columns"].items()}
+    then = {name: value for name, value in row["columns"].items() if name in now}
+    if str(item["prompt"]) != row["prompt"] or then != {name: now[name] for name in then}:
+        raise ValueError(
+            f"dataset: prompt {row['prompt_index']} or its columns are not what they were; give "
+            "the data that the run had."
+        )
+    return item["columns"]
+
+
+def _completion(data: Run, row: Record) -> Completion:
+    """Return a completion; an environment's own reward stays what it was."""
+    text = row["completion"]
+    messages = row.get("messages", [message("assistant", text)])
+    kinds = [reward.name for reward in environment_rewards(data.environment_kinds)]
+    own = {kind: row["rewards"].get(kind) for kind in kinds}
+    kind, reward = next((each for each in own.items() if each[1] is not None), ("", None))
+    return Completion(text, messages, row["ended"], kind=kind, reward=reward)
+
+
+def _tokens(data: Run, row: Record) -> list[int]:
+    text = row["completion"].removeprefix(data.dataset.prefill)
+    is_ended = row["ended"] == "stop_token"
+    tokens: list[int] = data.tokenizer.encode(text, add_bos=False, add_eos=is_ended)
+    return tokens
+
+
+def _table(old: Sequence[Scores], new: Sequence[Scores], size: int) -> Iterator[str]:
+    """Yield a line for the total and for each reward: old beside new."""
+    yield f"{'':<24}{'old mean':>10}{'new mean':>10}{'same order':>12}{'changed':>9}"
+    for name in dict.fromkeys(chain(*old, *new)):
+        pairs = [(one.get(name), other.get(name)) for one, other in zip(old, new, strict=True)]
+        groups = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        alike = [
+            (a > b) - (a < b) == (c > d) - (c < d)
+            for (a, c), (b, d) in chain(*(combinations(group, 2) for group in groups))
+            if a is not None and b is not None and c is not None and d is not None
+        ]
+        means, changed = "".join(map(_mean, zip(*pairs))), sum(a != b for a, b in pairs)
+        yield f"{name:<24}{means}{_mean(alike):>12}{changed if alike else '-':>9}"
+        if name == "total":
+            signal = [[len({*kind}) > 1 for kind in zip(*group)] for group in groups]
+            yield f"{'groups with signal':<24}{''.join(map(_mean, zip(*signal)))}"
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{fmean(known):>10.3f}" if known else f"{'-':>10}"
+
+
+def _shown(rows: Sequence[Record], number: int) -> Iterator[str]:
+    """Yield lines with the answers whose total has changed most."""
+    changes = [abs((row["reward"] or 0.0) - (row["new"]["total"] or 0.0)) for row in rows]
+    for n in sorted(range(len(rows)), key=lambda n: -changes[n])[:number]:
+        both = {"total": rows[n]["reward"], **rows[n]["rewards"]}, rows[n]["new"]
+        old, new = (", ".join(f"{k} {_mean([v]).strip()}" for k, v in s.items()) for s in both)
+        yield f"\n=== {visible(rows[n]['prompt'])}\n--- {old} -> {new}"
+        yield visible(rows[n]["completion"])
