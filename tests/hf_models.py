@@ -145,20 +145,52 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_MAMBA = dict(mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=8)
+# The same for types that are computed by transformers' own modules
+BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "qwen3_5_text",
+        dict(head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16)
+        | dict(layer_types=["linear_attention", "full_attention"])
+        | dict(linear_num_key_heads=2, linear_num_value_heads=4),
+    ),
+    "gemma4": (
+        "gemma4_text",
+        dict(head_dim=16, global_head_dim=32, sliding_window=8, tie_word_embeddings=True)
+        | dict(layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0)
+        | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
+        | dict(final_logit_softcapping=3.0),
+    ),
+    "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention"], tie_word_embeddings=True)),
+    "gpt_oss": (
+        "gpt_oss",
+        dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=8)
+        | dict(layer_types=["sliding_attention", "full_attention"])
+        | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16),
+    ),
+    "falcon_h1": ("falcon_h1", _MAMBA | dict(mamba_d_ssm=64, mamba_n_heads=4, head_dim=16)),
+    "gemma2": ("gemma2", dict(head_dim=16, sliding_window=8, tie_word_embeddings=True)),
+}
+
 
 def hf_folder(name: str, folder: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Path:
     """Write the folder of a model of ``MODELS``, with ``changes`` to its config."""
-    kind, settings = MODELS[name]
+    kind, settings = (MODELS | BY_TRANSFORMERS)[name]
     torch.manual_seed(0)
     with torch.device("cpu"):
         config = AutoConfig.for_model(kind, **(SHAPE | settings | changes))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    scale = 1.4 if name in MODELS else 1.0  # recurrent layers would magnify rounding
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases, too, and large enough to matter
             if parameter.dim() > 1:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(1.4 * noise * parameter.shape[-1] ** -0.5)
+                parameter.copy_(scale * noise * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder, max_shard_size=max_shard_size)

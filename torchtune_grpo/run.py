@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, modules, training, utils
+from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.advantages import OutcomeGate
@@ -50,6 +50,7 @@ from torchtune_grpo.machine.device import (
 )
 from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.machine.progress import Meter
+from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.tiny import SHIPPED
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.monitor.recorder import Recorder
@@ -447,7 +448,9 @@ class Run:
         if self.is_sharded:  # too large for a device, or the host has no memory for one per rank
             device = torch.device("cpu" if parallel.rank() == 0 else "meta")
         model = make_policy(cfg, device=device)
-        parallel.load_once(model, lambda: load_policy(model, cfg, checkpoints.base_weights()))
+        if isinstance(model, TransformersModel):
+            self.cfg = self.cfg.replace(pack_groups=False)
+        parallel.load_once(model, lambda: load_policy(model, cfg, checkpoints.base_weights(model)))
         if not self.is_sharded:
             parallel.broadcast_trained_parameters(model)
         return model
@@ -531,7 +534,7 @@ class Run:
             self.cfg = self._choose_passes(policy)
         if self.cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(
-                policy, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+                policy, auto_wrap_policy={*map(type, policy.layers)}
             )
         if self.is_sharded:
             parallel.shard(policy, device=self.device)

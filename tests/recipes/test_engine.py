@@ -1,9 +1,7 @@
 """Engines: a user's own in the real recipe, what one declares, and where its arguments stand."""
 
 import math
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +11,11 @@ from runs import (
     NO_EVALUATION,
     RECIPE,
     SGD,
-    completions,
     distance,
     run,
     run_tiny,
     steps_of,
     tune,
-    untimed,
     weights,
 )
 
@@ -84,7 +80,6 @@ def reward_letters(prompts, completions, **columns):
     return [float(sum(map(ord, c)) % 7) for c in completions]
 """
 LORA, TINY = "llama3_2_1B_lora_grpo", "tiny_arithmetic_grpo"
-PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
 
 @pytest.fixture
@@ -112,36 +107,6 @@ def test_a_run_trains_on_what_another_engine_sampled_and_on_nothing_else(tmp_pat
         assert step["completions/mean_length"] == step["completions/min_length"] == 4
         assert all(map(math.isfinite, step.values())) and step["grad_norm"] > 0
     assert "my_engine.Uniform: its samples are not reproducible" in result.err
-
-
-@pytest.mark.slow
-def test_the_docs_engine_samples_from_the_policy_and_repeats_itself(tmp_path):
-    """Before and after an update: the trainer finds its log-probs again."""
-    (code,) = re.findall(r"```python\n(# my_engine.py\n.*?)```", PAGE, re.DOTALL)
-    (node,) = re.findall(r"```yaml\n(rollout:\n.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "my_engine.py").write_text(code)
-    engine = OmegaConf.create(node).rollout.engine
-    options = [f"rollout.engine={OmegaConf.to_container(engine)}", "num_steps=3", *NO_EVALUATION]
-    command = ["run", RECIPE, "--config", TINY, "batch_size=4", "grpo_samples=8", *options]
-    command += ["max_generated_tokens=24"]
-    for name in ("one", "two"):
-        done = tune(*command, f"output_dir={name}", "saving.every_n_steps=3", cwd=tmp_path)
-        assert "not reproducible" not in done.err
-    one, two = tmp_path / "one", tmp_path / "two"
-    for step in steps_of(one):
-        assert step["sampling/sampling_logp_difference/max"] < 1e-4
-        assert step["grad_norm"] > 0 and 0 < step["completions/clipped_ratio"] < 1
-    assert untimed(one) == untimed(two) and completions(one) == completions(two)
-    assert "sampling_correction: token_truncate" in (one / "torchtune_config.yaml").read_text()
-    options = ["tools=[os.getcwd]", "sampling.top_k=3", "sampling.stop_strings=[x]"]
-    refused = tune(*command, *options, "output_dir=three", cwd=tmp_path, check=False)
-    for said in (
-        "Error: rollout.engine=my_engine.Transformers: samples responses of one turn",
-        "sampling.top_k=3: rollout.engine=my_engine.Transformers has no filters",
-        "sampling.stop_strings: this engine knows none",
-    ):
-        assert said in refused.err
-    assert refused.code and not list(tmp_path.glob("three/step*"))
 
 
 @pytest.mark.parametrize(

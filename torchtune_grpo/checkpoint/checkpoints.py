@@ -81,9 +81,9 @@ class Checkpoints:
         own = {"checkpoint": None if checkpoint is None else files.sums(checkpoint)}
         return {**self._run_config, **own, "batch_size * ranks": None}
 
-    def base_weights(self) -> dict[str, object]:
-        """Return the weights to start from, with torchtune's names and Hugging Face's row order."""
-        return load_weights(self._checkpointer, self._node)
+    def base_weights(self, model: nn.Module | None = None) -> dict[str, object]:
+        """Return the weights to start from, with the model's names and Hugging Face's row order."""
+        return load_weights(model, self._checkpointer, self._node)
 
     def keep_base_files(self, stop_tokens: Sequence[int] = ()) -> None:
         """Copy what saving needs from the base model's folder, which may change or vanish.
@@ -151,7 +151,7 @@ class Checkpoints:
                 whole = self._make_checkpointer(
                     checkpoint_dir=str(checkpoint), checkpoint_files=names
                 )
-                weights = load_weights(whole, self._node)
+                weights = load_weights(model, whole, self._node)
             _check_same(model, weights, checkpoint)
             model.load_state_dict(weights, strict=False)
 
@@ -258,7 +258,7 @@ class Checkpoints:
         is_whole = not (adapter and self._cfg.saving.adapter_weights_only)
         if is_whole:
             merged = merge_adapter(weights, model_settings(model)) if adapter else dict(weights)
-            self._write_weights(folder, merged)
+            self._write_weights(folder, model, merged)
         _copy_base_files(self._base, folder)
         if adapter:
             save_adapter(
@@ -285,11 +285,11 @@ class Checkpoints:
         for path in filter(Path.is_file, folder.rglob("*")):  # safetensors are private at first
             path.chmod((folder / RUN_CONFIG_FILE).stat().st_mode)
 
-    def _write_weights(self, folder: Path, weights: dict[str, Tensor]) -> None:
+    def _write_weights(self, folder: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
         """Save the weights with the checkpointer, and move them and their config to ``folder``."""
-        with only_warnings():
-            save_weights(self._checkpointer, self._node, weights, epoch=0)
         written = folder / "epoch_0"
+        with only_warnings():
+            save_weights(model, self._checkpointer, self._node, weights, folder=written)
         for path in written.iterdir():
             if _WEIGHTS.fullmatch(path.name):
                 path.rename(folder / path.name)

@@ -169,23 +169,26 @@ def shard(model: TransformerDecoder, *, device: torch.device) -> None:
     for layer in model.layers:
         _hand_out(layer, device)
         fully_shard(layer, reshard_after_forward=True, **split)
-    for child in model.children():
-        if child is not model.layers:
-            _hand_out(child, device)
+    in_layers = {*model.layers.modules()}
+    for module in model.modules():
+        if module not in in_layers:
+            _hand_out(module, device, recurse=False)
+    if hasattr(model, "tie_weights"):  # its tied parameters have come apart on the way from meta
+        model.tie_weights()
     # Embedding, norm and output end one pass and begin the next, so they stay gathered.
     fully_shard(model, reshard_after_forward=False, **split)
 
 
-def _hand_out(module: nn.Module, device: torch.device) -> None:
+def _hand_out(module: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
     """Move a module to every rank's device, with the first rank's values.
 
     FSDP2 itself would turn frozen NF4 weights into parameters that require a gradient, and fail.
     """
     if rank() == 0:
-        module.to(device)
+        module._apply(lambda tensor: tensor.to(device), recurse)
     else:
-        module._apply(lambda tensor: _empty_like(tensor, device))
-    for tensor in chain(module.parameters(), module.buffers()):
+        module._apply(lambda tensor: _empty_like(tensor, device), recurse)
+    for tensor in chain(module.parameters(recurse), module.buffers(recurse)):
         parts = tensor.__tensor_flatten__()[0] if isinstance(tensor, NF4Tensor) else ["data"]
         for part in parts:
             dist.broadcast(getattr(tensor, part), src=0)
@@ -203,13 +206,16 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Let every rank hold a whole sharded model within the block."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
+    """Let every rank hold a whole sharded model within the block, whatever it computes there."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.unshard()
+        part.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
+        for part in parts:
+            part.set_reshard_after_forward(part is not model, recurse=False)
         reshard(model)
 
 

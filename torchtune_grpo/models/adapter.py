@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 
 from torchtune_grpo.config.text import ConfigError, read_json
+from torchtune_grpo.models.auto import PREFIX, TransformersModel
 from torchtune_grpo.models.families import family_of
 from torchtune_grpo.models.layers import reorder
 
@@ -159,6 +160,12 @@ def save_adapter(
     that are not adapted the state needs their weights.
     """
     tensors, ranks, settings = dict[str, Tensor](), dict[str, int](), model_settings(model)
+    if isinstance(model, TransformersModel):  # whose modules have transformers' names
+        for name in sorted(_modules(state)):
+            theirs, joined = name.removeprefix(PREFIX), _joined([name], state)
+            tensors |= {f"base_model.model.{theirs}.{n}": value for n, value in joined.items()}
+            ranks[theirs] = settings["lora_rank"]
+        state = {}
     for layer in sorted({re.match(r"(layers\.\d+\.)?", name)[0] for name in _modules(state)}):  # type: ignore[index]
         prefix = f"base_model.model.{layer and 'model.'}{layer}"
         for theirs, ours in family_of(hf_config).parts.items():

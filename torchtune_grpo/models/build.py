@@ -31,6 +31,7 @@ from torchtune.utils._logging import log_once
 
 from torchtune_grpo.config.text import ConfigError, describe, read_json, shortened
 from torchtune_grpo.models.adapter import adapter_settings
+from torchtune_grpo.models.auto import TransformersModel, transformers_model
 from torchtune_grpo.models.families import ACTIVATIONS, FAMILIES, AllHeadsNorm
 from torchtune_grpo.models.layers import (
     PeftDoRALinear,
@@ -75,13 +76,18 @@ class UnsupportedModelError(ValueError):
     """Names a key of config.json that is not implemented here; transformers may have it."""
 
 
-def hf_model(model_dir: str) -> TransformerDecoder:
-    """Build a model for full fine-tuning from ``config.json`` in ``model_dir``."""
+def hf_model(model_dir: str) -> TransformerDecoder | TransformersModel:
+    """Build a model for full fine-tuning from ``config.json`` in ``model_dir``.
+
+    What torchtune's modules cannot compute exactly, transformers' own do.
+    """
+    if (hf := _config_of_the_table(model_dir)) is None:
+        return transformers_model(model_dir)
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         return nn.Linear(inputs, outputs, bias=bias)
 
-    return _build(model_dir, read_config(model_dir), linear)
+    return _build(model_dir, hf, linear)
 
 
 def lora_hf_model(
@@ -95,7 +101,7 @@ def lora_hf_model(
     use_dora: bool | None = None,
     quantize_base: bool = False,
     adapter_dir: str | None = None,
-) -> TransformerDecoder:
+) -> TransformerDecoder | TransformersModel:
     """Build such a model with LoRA, DoRA or QLoRA; the arguments are those of torchtune's builders.
 
     None takes the setting of the adapter in ``adapter_dir`` or, without one, LoRA of rank 32 and
@@ -110,7 +116,11 @@ def lora_hf_model(
         "lora_alpha": lora_alpha,
         "use_dora": use_dora,
     }
-    hf, start = read_config(model_dir), _LORA
+    if (hf := _config_of_the_table(model_dir)) is None:
+        return _by_transformers(
+            model_dir, given, lora_dropout=lora_dropout, quantize_base=quantize_base
+        )
+    start = _LORA
     if adapter_dir is not None:
         start = adapter_settings(adapter_dir, hf_config=hf.to_dict())
     lora = start | {name: value for name, value in given.items() if value is not None}
@@ -146,6 +156,26 @@ def lora_hf_model(
             )
         )
     return model
+
+
+def _by_transformers(
+    model_dir: str, given: Mapping[str, Any], *, lora_dropout: float, quantize_base: bool
+) -> TransformersModel:
+    """Build a model of transformers' modules with the adapters that ``lora_hf_model`` is given."""
+    for name in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"):
+        if given[name]:
+            raise ValueError(
+                f"{name}={given[name]}: names torchtune's modules, and model_dir={model_dir} is "
+                "computed by transformers'; set it to null for all linear modules of the layers, "
+                "or take torchtune_grpo.models.transformers_model with its lora_modules."
+            )
+    lora = _LORA | {name: value for name, value in given.items() if value is not None}
+    return transformers_model(
+        model_dir,
+        **{name: lora[name] for name in ("lora_rank", "lora_alpha", "use_dora")},  # type: ignore[arg-type]
+        lora_dropout=lora_dropout,
+        quantize_base=quantize_base,
+    )
 
 
 def _adapted_layers(lora: Mapping[str, Any], *, tied: bool) -> set[str]:
@@ -299,6 +329,14 @@ def read_config(model_dir: str | Path) -> Any:
             f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}."
         )
     return hf
+
+
+def _config_of_the_table(model_dir: str) -> Any:
+    """Read a folder's config; None if its model is one for transformers' modules."""
+    try:
+        return read_config(model_dir)
+    except UnsupportedModelError:
+        return None
 
 
 def head_dim(hf: Any) -> int:

@@ -13,11 +13,13 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_grpo.config.check import arguments_of, instantiate
 from torchtune_grpo.config.keys import ENGINES, GRPOConfig, RolloutConfig
 from torchtune_grpo.config.text import ConfigError, noted
+from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.rollout.decoder import unsupported_reason
 from torchtune_grpo.rollout.native import NativeEngine
 from torchtune_grpo.rollout.request import ONE_TURN, Capabilities, EngineContext, RolloutEngine
 from torchtune_grpo.rollout.sampling import filters_in
 from torchtune_grpo.rollout.torchtune import TorchtuneEngine
+from torchtune_grpo.rollout.transformers import TransformersEngine
 from torchtune_grpo.rollout.vllm import VLLMEngine
 
 log = utils.get_logger("INFO")
@@ -25,6 +27,7 @@ log = utils.get_logger("INFO")
 # The shipped engines: ``rollout.engine: native`` names this module's ``native``.
 native = NativeEngine
 torchtune = TorchtuneEngine
+transformers = TransformersEngine
 vllm = VLLMEngine
 
 
@@ -82,9 +85,11 @@ def _key(settings: RolloutConfig) -> str:
 
 
 def make_engine(context: EngineContext) -> RolloutEngine:
-    """Make the config's engine, or torchtune's for a model that the native one cannot run."""
+    """Make the config's engine, or another for a model that the native one cannot run."""
     settings = context.settings
     chosen, reason = engine_class(settings), unsupported_reason(context.model)
+    if isinstance(context.model, TransformersModel) and chosen in (NativeEngine, TorchtuneEngine):
+        return TransformersEngine(context)
     if chosen is NativeEngine and reason is not None:
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
         return TorchtuneEngine(context)

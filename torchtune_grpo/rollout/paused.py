@@ -21,7 +21,7 @@ class PausedRows:
     steps: int | None = None
 
     def __init__(self, turns: Turns | None) -> None:
-        self._turns = turns
+        self.turns = turns
         self.rows: dict[int, Row] = {}
         self._due: dict[int, int] = {}  # by number, in steps
         self._replies: dict[int, Sequence[int]] = {}
@@ -29,9 +29,9 @@ class PausedRows:
 
     def add(self, row: Row, *, now: int) -> None:
         """Pause a row whose turn has ended, ``now`` steps after the rollout's beginning."""
-        assert self._turns is not None
+        assert self.turns is not None
         self.rows[row.number], self._due[row.number] = row, now + (self.steps or 0)
-        self._turns.end_turn(row.number, row.response, sampled=row.count - row.given)
+        self.turns.end_turn(row.number, row.response, sampled=row.count - row.given)
 
     def answered(self, *, now: int, live: int, is_idle: bool) -> dict[int, Sequence[int]] | None:
         """Return the replies with which rows go on or end now, by the rows' numbers, in order.
@@ -41,10 +41,10 @@ class PausedRows:
         """
         due = self._awaited or [n for n in sorted(self.rows) if is_idle or self._due[n] <= now]
         waits = self.steps is not None
-        if not due or self._turns is None or (waits and len(due) * LIVE_PER_ANSWERED < live):
+        if not due or self.turns is None or (waits and len(due) * LIVE_PER_ANSWERED < live):
             return {}
         if any(n not in self._replies for n in due):
-            self._replies |= self._turns.replies(wait=is_idle or waits)
+            self._replies |= self.turns.replies(wait=is_idle or waits)
         come = {n: self._replies[n] for n in due if n in self._replies}
         self._awaited = due if waits and len(come) < len(due) else []
         if self._awaited:  # no others are, until these have come

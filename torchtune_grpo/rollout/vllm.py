@@ -33,6 +33,7 @@ from torchtune_grpo.config.text import ConfigError, read_json
 from torchtune_grpo.machine.device import free_bytes
 from torchtune_grpo.machine.parallel import gathered, reshard, world_size
 from torchtune_grpo.models.adapter import adapter_names, model_settings, save_adapter
+from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.build import read_config
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.models.weights import parts_by_hf_name
@@ -86,6 +87,11 @@ class VLLMEngine(RolloutEngine):
         memory_share: float = MEMORY_SHARE,
         merge_adapters: Merge = "auto",
     ) -> None:
+        if isinstance(context.model, TransformersModel):
+            raise ValueError(
+                "rollout.engine=vllm: is not tried with models that transformers' modules compute; "
+                "set rollout.engine to native."
+            )
         self._context, self._model, self._memory_share = context, context.model, memory_share
         self._dtype = context.model.tok_embeddings.weight.dtype
         is_exact = self._dtype == torch.float32

@@ -20,6 +20,7 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, describe, noted, read_json
 from torchtune_grpo.data.dataset import Item, PromptData
 from torchtune_grpo.models.adapter import adapter_files, check_adapter
+from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.models.weights import hf_config_of
 from torchtune_grpo.rollout.engine import capabilities_of
@@ -82,6 +83,8 @@ def _check_files(cfg: GRPOConfig) -> None:
 def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
     """Compare the model with the checkpoint's ``config.json``."""
     folder, component = cfg.checkpointer.checkpoint_dir, cfg.model._component_
+    if isinstance(model, TransformersModel):  # built from that file
+        return _check_sizes(cfg, model)
     if not isinstance(model, TransformerDecoder):
         raise ValueError(
             f"model._component_={component}: makes a {type(model).__name__}; only text models "
@@ -101,8 +104,9 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
             f"checkpointer.model_type={ours}: config.json in {folder} says {theirs}; give the type "
             "of that model."
         )
-    size, width = model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim
-    built = {"vocab_size": size, "hidden_size": width, "num_hidden_layers": len(model.layers)}
+    width = model.tok_embeddings.embedding_dim
+    built = {"vocab_size": model.tok_embeddings.num_embeddings, "hidden_size": width}
+    built["num_hidden_layers"] = len(model.layers)
     for layer in list(model.layers)[:1]:
         built["num_attention_heads"] = layer.attn.num_heads
         built["num_key_value_heads"] = layer.attn.num_kv_heads
@@ -113,6 +117,11 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
                 f"model: {component} with {given} has {name}={value}, but config.json in "
                 f"{folder} says {hf_config[name]}. Build the model that was downloaded."
             )
+    _check_sizes(cfg, model)
+
+
+def _check_sizes(cfg: GRPOConfig, model: TransformerDecoder | TransformersModel) -> None:
+    size, width = model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim
     if any(getattr(module, "rank", 0) > width for module in model.modules()):
         raise ValueError(f"model: lora_rank is above the model's width of {width}; lower it.")
     if any(token >= size for token in cfg.sampling.suppressed_tokens):
@@ -124,6 +133,12 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
 
 def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
     """Check that ``adapter_dir`` fits the model, and warn if it was trained on another base."""
+    if isinstance(model, TransformersModel):
+        raise ValueError(
+            f"adapter_dir={cfg.adapter_dir}: a model that transformers' modules compute cannot "
+            "begin from an adapter; merge it into the base with PEFT (merge_and_unload), and begin "
+            "from the result."
+        )
     adapter_dir, base = str(cfg.adapter_dir), Path(cfg.checkpointer.checkpoint_dir).resolve()
     file = adapter_files(adapter_dir)[0].resolve()
     if file.parent == base or (base in file.parents and (base / "run_config.json").is_file()):

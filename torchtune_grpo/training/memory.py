@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from torch import nn
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
 
@@ -27,13 +28,21 @@ def pass_bytes(model: TransformerDecoder, *, tokens: int, recompute: bool) -> in
     rather too much than too little.
     """
     width, layers = model.tok_embeddings.embedding_dim, len(model.layers)
-    attention, parameters = model.layers[0].attn, model.layers[0].named_parameters()
-    shapes = [p.shape for name, p in parameters if p.dim() == 2 and "lora_" not in name]
-    heads = 0 if attention.q_norm is None else attention.num_heads + attention.num_kv_heads
-    of_layer = sum(map(sum, shapes)) + _NORM_NUMBERS * (2 * width + heads * attention.head_dim)
+    layer = max(model.layers, key=_linear_numbers)
+    attention, of_heads = getattr(layer, "attn", None), 0
+    if attention is not None and attention.q_norm is not None:
+        of_heads = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    of_layer = _linear_numbers(layer) + _NORM_NUMBERS * (2 * width + of_heads)
     numbers = layers * width + of_layer if recompute else (layers + 1) * of_layer
     size = model.tok_embeddings.weight.itemsize
     return tokens * (numbers * size + _HEAD_BYTES * width) + _LOGITS_BYTES
+
+
+def _linear_numbers(layer: nn.Module) -> int:
+    """Count what a layer's linear modules read and write of a token; of all experts at once."""
+    parameters = layer.named_parameters()
+    shapes = [p.shape[-2:] for name, p in parameters if p.dim() > 1 and "lora_" not in name]
+    return sum(map(sum, shapes))
 
 
 def tokens_at_once(cfg: GRPOConfig, *, longest: int) -> int:

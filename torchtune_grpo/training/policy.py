@@ -15,6 +15,7 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.device import free_bytes, weight_bytes
 from torchtune_grpo.machine.parallel import gather_over_ranks, world_size
 from torchtune_grpo.models.adapter import adapter_settings, merge_adapter, read_adapter
+from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.layers import attend_in_segments, standardize
 from torchtune_grpo.models.weights import hf_config_of
 
@@ -58,7 +59,7 @@ def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
     with training.set_default_dtype(dtype), device:
         model = config.instantiate(cfg.model)
         standardize(model)
-    if cfg.pack_groups:
+    if cfg.pack_groups and isinstance(model, TransformerDecoder):
         attend_in_segments(model)
     if adapters := get_adapter_params(model):
         set_trainable_params(model, adapters)
@@ -93,3 +94,5 @@ def load_policy(
             module.initialize_dora_magnitude()
     if adapters:
         model.load_state_dict(start, strict=False)  # overwrites the initial magnitudes
+    if isinstance(model, TransformersModel):
+        model.check()

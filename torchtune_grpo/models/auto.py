@@ -1,0 +1,354 @@
+"""Causal models of any type, by transformers' own modules, with the interface of torchtune's.
+
+Nothing is computed here that transformers computes: its base model makes hidden states, and its
+causal model makes logits from these, with caps and scales. Rows are padded on the right, so that
+causal attention and states are exact without a mask. ``TransformersModel.check`` shows, on a few
+tokens, that a model is such a one.
+
+Nothing is dropped out in training, whatever config.json says: the policy that is trained is the one
+that samples. Losses for routers of experts are off.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchtune import utils
+from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
+from torchtune.modules.peft import LoRALinear
+
+from torchtune_grpo.config.text import describe, shortened
+from torchtune_grpo.models.layers import PeftDoRALinear
+
+log = utils.get_logger("INFO")
+
+PREFIX = "hf."  # of its parameters' names, before transformers' own
+_UNLIMITED = 2**20  # tokens, of a model without a table of positions
+_CHANGING = ("longrope", "dynamic")  # rotations that are others beyond the original context
+# Names within a model that also sees or hears -> within its text part alone
+_TEXT_PART = {
+    r"^(model\.)?language_model\.model\.": "model.",
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^model\.(language|text)_model\.": "model.",
+}
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number
+
+
+def transformers_model(
+    model_dir: str,
+    lora_rank: int | None = None,
+    lora_alpha: float = 64,
+    lora_modules: Sequence[str] | None = None,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> TransformersModel:
+    """Build a model that transformers has, from ``config.json`` in ``model_dir``.
+
+    With a ``lora_rank`` the linear modules of its layers with these names, such as ``q_proj``, get
+    LoRA or DoRA; None: all of them. ``quantize_base`` keeps those in NF4.
+    """
+    model = TransformersModel(*_build(model_dir))
+    _tell(model.hf.config.model_type)
+    if lora_rank is None:
+        if quantize_base:
+            raise ValueError("quantize_base=True: only an adapter can be trained; set lora_rank.")
+        return model
+    kind = PeftDoRALinear if use_dora else LoRALinear
+    names = dict(model.linear_modules())
+    chosen = [n for n in names if lora_modules is None or n.rpartition(".")[2] in lora_modules]
+    if not chosen:
+        known = sorted({name.rpartition(".")[2] for name in names})
+        raise ValueError(
+            f"lora_modules={lora_modules and [*lora_modules]}: the model's layers have the linear "
+            f"modules {', '.join(known) or 'none'}."
+        )
+    for name in chosen:
+        outputs, inputs = names[name].weight.shape
+        adapted = kind(
+            inputs,
+            outputs,
+            rank=lora_rank,
+            alpha=lora_alpha,
+            dropout=lora_dropout,
+            use_bias=names[name].bias is not None,
+            quantize_base=quantize_base and inputs * outputs % (64 * 256) == 0,
+        )
+        model.set_submodule(name, adapted)
+    if quantize_base:  # as in torchtune's builders, a state dict has no NF4
+        to_dtype = partial(
+            reparametrize_as_dtype_state_dict_post_hook,
+            dtype=model.tok_embeddings.weight.dtype,
+            offload_to_cpu=True,
+        )
+        model._register_state_dict_hook(to_dtype)
+    return model
+
+
+class TransformersModel(nn.Module):
+    """A causal model of transformers that is called, trained and sharded as torchtune's are.
+
+    ``names`` are regular expressions for names in the files of its folder, and what replaces them.
+    """
+
+    def __init__(self, hf: Any, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.hf, self._names = hf.eval(), dict(names)
+        self.norm = nn.Identity()  # transformers' hidden states are normed
+        self.max_seq_len = _context_length(hf.config)
+        self._head_is_matrix = self._probe_head()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        number = self.hf.config.num_hidden_layers
+        lists = (m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == number)
+        return next(lists)
+
+    @property
+    def tok_embeddings(self) -> nn.Embedding:
+        found: nn.Embedding = self.hf.get_input_embeddings()
+        return found
+
+    @property
+    def output(self) -> Any:
+        """What makes logits [..., V] of hidden states [..., D]: a linear module, if that is all."""
+        return self.hf.get_output_embeddings() if self._head_is_matrix else self._head
+
+    def forward(
+        self, tokens: Any, *, mask: Tensor | None = None, input_pos: Tensor | None = None
+    ) -> Any:
+        """Compute logits [n, S, V] of rows [n, S] padded on the right; see ``unembed_with``.
+
+        A function in place of the rows is called within the hooks of a sharded model.
+        """
+        if not isinstance(tokens, Tensor):
+            return tokens()
+        assert mask is None and input_pos is None, "rows are not packed"
+        return self.unembed(self.hf.base_model(tokens, use_cache=False).last_hidden_state)
+
+    def unembed(self, h: Tensor) -> Tensor:
+        """Compute logits [n, S, V] of hidden states [n, S, D]."""
+        return self.output(h.flatten(0, 1)).unflatten(0, h.shape[:2])
+
+    def train(self, mode: bool = True) -> TransformersModel:
+        """Let only adapters drop out, in training."""
+        super().train(False)
+        for module in self.modules():
+            if hasattr(module, "adapter_params"):
+                module.train(mode)
+        return self
+
+    def linear_modules(self) -> Iterator[tuple[str, nn.Linear]]:
+        """Yield the linear modules in the layers that an adapter can stand beside, by name.
+
+        The last one of a state-space mixer is none of them: the kernel for all of the mixer reads
+        its weight, and PEFT refuses it.
+        """
+        inside = {*self.layers.modules()}
+        for path, parent in self.named_modules():
+            fused = "out_proj" if hasattr(parent, "A_log") and hasattr(parent, "D") else None
+            for name, module in parent.named_children():
+                if type(module) is nn.Linear and module in inside and name != fused:
+                    yield f"{path}.{name}", module
+
+    def tie_weights(self) -> None:
+        """Tie what is one matrix again, after parameters have been made anew."""
+        self.hf.tie_weights()
+
+    # --- Its folder ------------------------------------------------------------------------------
+
+    def read(self, folder: str | Path) -> dict[str, Tensor]:
+        """Read the weights from a folder, as transformers does."""
+        kind, config = type(self.hf), copy.deepcopy(self.hf.config)
+        options = {"key_mapping": self._names} if self._names else {}
+        try:
+            with torch.device("cpu"), _quiet():
+                whole, told = kind.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=self.hf.dtype,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **options,
+                )
+        except Exception as error:  # of any type: each format has its own
+            raise ValueError(
+                f"checkpoint_dir={folder}: transformers cannot read its weights: "
+                f"{shortened(describe(error), 300)}. Fetch the model again."
+            ) from error
+        odd = {"missing": told["missing_keys"], "of another size": told["mismatched_keys"]}
+        if not self._names:  # else they are of other parts
+            odd["unexpected"] = told["unexpected_keys"]
+        found = [f"{name} is {what}" for what, names in odd.items() for name in sorted(names)]
+        if found:
+            raise ValueError(
+                f"checkpoint_dir={folder}: its weights do not match its config.json: "
+                f"{'; '.join(found[:3])} ({len(found)} differ). Fetch the model again."
+            )
+        return {f"{PREFIX}{name}": value for name, value in whole.state_dict().items()}
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write weights, without adapters, and their config.json, as transformers does."""
+        with torch.device("meta"):
+            bare = type(self.hf)._from_config(copy.deepcopy(self.hf.config), dtype=self.hf.dtype)
+        state = {name.removeprefix(PREFIX): value for name, value in weights.items()}
+        own = dict(bare.named_parameters()) | dict(bare.named_buffers())
+        for tied in state.keys() - own.keys():  # which are one matrix under two names
+            del state[tied]
+        with _quiet():
+            bare.save_pretrained(folder, state_dict=state)
+
+    # --- Whether it is what it is taken for -------------------------------------------------------
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise a ValueError unless its logits are transformers' and come from earlier tokens."""
+        embeddings = self.tok_embeddings
+        tokens = torch.arange(8, device=embeddings.weight.device)[None] % embeddings.num_embeddings
+        other = torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)
+        kind = self.hf.config.model_type
+        try:
+            theirs = self.hf(tokens, use_cache=False).logits
+            logits, changed = self(tokens), self(other)
+        except Exception as error:  # of any type: so many models
+            raise ValueError(
+                f"model: {kind}, as config.json has it, cannot be computed: "
+                f"{shortened(describe(error), 300)}."
+            ) from error
+        bound = _TOLERANCES.get(logits.dtype, 5e-2) * theirs.abs().max()
+        if not (logits - theirs).abs().max() <= bound:
+            raise ValueError(
+                f"model: the logits of {kind} cannot be computed from its hidden states as "
+                "transformers computes them; such a model cannot be trained here."
+            )
+        if not (changed - logits)[:, :-1].abs().max() <= bound:
+            raise ValueError(
+                f"model: {kind}, as config.json has it, is not a causal model: a token changes the "
+                "logits of those before it."
+            )
+
+    def _probe_head(self) -> bool:
+        """Tell whether the logits are a product of hidden states and one matrix, unchanged.
+
+        A small matrix takes the output projection's place, so that no weights are needed.
+        """
+        whole = self.hf.get_output_embeddings()
+        if type(whole) is not nn.Linear or whole.bias is not None:
+            return False
+        name = next(name for name, module in self.hf.named_modules() if module is whole)
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            small = nn.Linear(whole.in_features, 3, bias=False, dtype=torch.float32)
+            h = 10 * torch.randn(4, whole.in_features)
+        self.hf.set_submodule(name, small)
+        try:
+            with torch.no_grad():
+                return torch.equal(self._head(h), F.linear(h, small.weight))
+        except Exception:  # it needs more than hidden states
+            return False
+        finally:
+            self.hf.set_submodule(name, whole)
+
+    def _head(self, h: Tensor) -> Tensor:
+        """Compute logits [K, V] of hidden states [K, D], by all that follows the base model."""
+        base = self.hf.base_model
+        own = vars(base).get("forward")
+        base.forward = lambda *args, **kwargs: _BaseOutput(h[None])
+        try:
+            tokens = torch.zeros(1, len(h), dtype=torch.long, device=h.device)
+            logits: Tensor = self.hf(tokens, use_cache=False).logits[0]
+            return logits
+        finally:
+            del base.forward
+            if own is not None:
+                base.forward = own
+
+
+class _BaseOutput:
+    """What a base model returns: hidden states, and nothing else."""
+
+    def __init__(self, h: Tensor) -> None:
+        self.last_hidden_state = h
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
+    """Build the causal model, or its text part; return what renames weights in its files, too."""
+    # Which takes seconds.
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    where = f"model_dir={model_dir}"
+    try:
+        config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
+        text = config.get_text_config(decoder=True)
+        if text is not config and hasattr(config, "tie_word_embeddings"):
+            text.tie_word_embeddings = config.tie_word_embeddings  # by which the whole is made
+        if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"it has none of type {text.model_type}")
+        if any(getattr(each, "quantization_config", None) for each in (config, text)):
+            raise ValueError("the weights are quantized; take a folder in bf16")
+        dtype = torch.get_default_dtype()
+        model = AutoModelForCausalLM.from_config(text, dtype=dtype)
+    except Exception as error:  # of any type: each config has its own validator
+        raise ValueError(
+            f"{where}: transformers cannot build a causal model from its config.json: "
+            f"{shortened(describe(error), 300)}."
+        ) from error
+    if getattr(text, "is_encoder_decoder", False):
+        raise ValueError(f"{where}: {text.model_type} has an encoder; only decoders are trained.")
+    exact = model._get_dtype_plan(dtype)
+    for name, parameter in model.named_parameters():
+        if any(part in name.split(".") for part in exact):
+            parameter.data = parameter.data.float()
+    return model, {} if text is config else _TEXT_PART
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let transformers only report errors: what a folder lacks is said here."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+@cache
+def _tell(kind: str) -> None:
+    utils.log_rank_zero(
+        log,
+        f"{kind}: transformers' own modules compute this model. Rows are padded and not "
+        "packed, and a prompt is computed for each of its samples, so it is slower than the types "
+        "of docs/models.md; experts, if any, have no adapters, and routers no loss of their own.",
+    )
+
+
+def _context_length(config: Any) -> int:
+    """Return the context within which a token has the same log-prob in a row of any length."""
+    limits = [getattr(config, "max_position_embeddings", None) or _UNLIMITED]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        if part.get("rope_type") in _CHANGING:
+            limits.append(part.get("original_max_position_embeddings") or limits[0])
+    return min(limits)
