@@ -14,7 +14,7 @@ def length(prompts, completions, completion_ids, trainer_state, **columns):
     return [float(len(ids) + 100 * trainer_state.global_step) for ids in completion_ids]
 
 def draws(prompts, completions, long, **columns):
-    return [random.random() + (text[-2:] == "zz") for text in long]
+    return [random.random() + (text[-1] == "y") for text in long]
 
 def words(prompts, completions, answer, **columns):
     return [None if int(gold) > 18 else len({*text}) % 3 for text, gold in zip(completions, answer)]
@@ -43,7 +43,9 @@ def folder(tmp_path_factory):
     """A run with a column that the record cuts, and a row that other rewards would leave out."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "my_rewards.py").write_text(REWARDS)
-    rows = [{"prompt": f"{n} + 9?", "answer": str(n + 9), "long": "z" * 3000} for n in range(12)]
+    rows = [
+        {"prompt": f"{n} + 9?", "answer": str(n + 9), "long": "z" * 3000 + "y"} for n in range(12)
+    ]
     rows[0]["answer"] = "none"
     (folder / "rows.json").write_text(json.dumps(rows))
     config = ["--config", "tiny_arithmetic_grpo", *RUN, OWN, *NO_EVALUATION]

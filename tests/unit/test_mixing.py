@@ -103,7 +103,8 @@ def test_rounding_is_made_up_for():
         assert sampler.metrics == {}
 
 
-def test_rounds_and_resumed_runs_go_on_with_the_same_prompts(tmp_path):
+@pytest.mark.parametrize("rest", [0, 1])
+def test_rounds_and_resumed_runs_go_on_with_the_same_prompts(tmp_path, rest):
     weights = {0: 0.3, 2: 0.1, 5: 0.7, 9: 0, 12: 0.2}
     dataset = mixed(addition=ADDITION | {"weight": weights}, words=WORDS | {"weight": 0.7})
 
@@ -112,16 +113,18 @@ def test_rounds_and_resumed_runs_go_on_with_the_same_prompts(tmp_path):
         for _ in range(count):
             rows = sampler.next(3) + sampler.next(2, skip=3)
             assert rows == sampler.next(5)
-            sampler.learn(rows, [row / 8 for row in rows])
+            sampler.learn(rows, [row % 3 / 2 for row in rows])
             drawn.append((rows, sampler.metrics))
         return drawn
 
-    sampler = make_sampler(None, dataset, seed=4)
+    node = OmegaConf.create({"_component_": "torchtune_grpo.data.MixedSampler", "rest": rest})
+    sampler = make_sampler(node, dataset, seed=4)
     steps(sampler, 3)
     torch.save(sampler.state_dict(), tmp_path / "state.pt")
-    resumed = make_sampler(None, dataset, seed=4)
+    resumed = make_sampler(node, dataset, seed=4)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert steps(resumed, 20) == steps(sampler, 20)
+    assert ("sampler/resting" in sampler.metrics) == bool(rest)
     other = make_sampler(None, dataset, seed=5)
     assert other.next(5) != make_sampler(None, dataset, seed=4).next(5)
 

@@ -4,6 +4,7 @@ Also for the docs' sampler of one's own, which checkpoints hold with its attribu
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torchtune_grpo.checkpoint.checkpoints import check_state
 from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.data.samplers import make_sampler, prompts_of_rank
 
+SHUFFLED = "torchtune_grpo.data.ShuffledSampler"
 ROWS = [{"index": i, "tokens": [i], "prompt": str(i), "columns": {"n": i}} for i in range(10)]
 
 
@@ -25,8 +27,8 @@ def make(tmp_path, monkeypatch):
     (tmp_path / "my_sampler.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def made(path):
-        return make_sampler(OmegaConf.create({"_component_": path}), ROWS, seed=1)
+    def made(path, **arguments):
+        return make_sampler(OmegaConf.create({"_component_": path, **arguments}), ROWS, seed=1)
 
     return made
 
@@ -54,20 +56,56 @@ def test_passes_over_the_data_without_repeats_or_gaps():
         ShuffledSampler(range(7), seed=1).next(8)
 
 
-@pytest.mark.parametrize("path", ["torchtune_grpo.data.ShuffledSampler", "my_sampler.SeldomSolved"])
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [(SHUFFLED, {}), (SHUFFLED, {"rest": 2}), ("my_sampler.SeldomSolved", {})],
+)
 def test_a_step_gets_the_same_prompts_until_it_is_done_and_a_resumed_run_goes_on(
-    path, make, tmp_path
+    path, arguments, make, tmp_path
 ):
-    sampler, told = make(path), lambda row: row / 10
+    make = partial(make, path, **arguments)
+    sampler, told = make(), lambda row: row % 4 / 3
     draw(sampler, 4, 7, told)
     assert sampler.next(4) == sampler.next(4)
     assert sampler.next(2) + sampler.next(2, skip=2) == sampler.next(4)  # as rounds of a step
     check_state("sampler", sampler.state_dict())
     torch.save(sampler.state_dict(), tmp_path / "state.pt")
-    resumed = make(path)
+    resumed = make()
     assert resumed.next(4) != sampler.next(4)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert draw(resumed, 4, 9, told) == draw(sampler, 4, 9, told)
+
+
+def passes(sampler, rate, *sizes):
+    """Draw passes of these sizes, and check that none has a prompt twice."""
+    drawn = [sum(draw(sampler, size // 2, 2, rate), []) for size in sizes]
+    assert all(len({*rows}) == len(rows) for rows in drawn)
+    return drawn
+
+
+def test_prompts_that_are_always_or_never_solved_sit_out_some_passes(make):
+    """0 to 3 are always solved, 4 and 5 never; what no reward has scored says nothing."""
+    sampler = make(SHUFFLED, rest=2)
+    drawn = passes(
+        sampler, lambda row: (1.0, 0.0, 0.3, None)[(row > 3) + (row > 5) + (row > 7)], 10
+    )
+    assert sampler.metrics == {"sampler/resting": 0.6} and sampler.epoch == 1
+    drawn += passes(sampler, lambda row: 0.5, 4, 4, 10, 10)
+    assert [sorted(rows) for rows in drawn] == [
+        [*range(10)],
+        *[[6, 7, 8, 9]] * 2,
+        *[[*range(10)]] * 2,
+    ]
+    assert sampler.metrics == {"sampler/resting": 0.0} and sampler.epoch == 5
+    assert drawn[-1] == make(SHUFFLED).ahead(50)[40:]  # in the order that the pass has anyway
+
+
+def test_if_all_prompts_rest_the_passes_without_any_are_over_at_once(make):
+    sampler = make(SHUFFLED, rest=3)
+    drawn = passes(sampler, lambda row: 1.0, 10, 10)
+    assert sampler.epoch == 5 and drawn[1] == make(SHUFFLED).ahead(50)[40:]
+    with pytest.raises(ValueError, match="sampler.rest=-1: give 0 or more passes"):
+        make(SHUFFLED, rest=-1)
 
 
 def test_the_docs_sampler_takes_seldom_solved_prompts_more_often(make):

@@ -7,8 +7,10 @@ repeated sees the same prompts, and the state covers the finished steps only.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -55,23 +57,33 @@ class ShuffledSampler:
 
     Passes follow each other without a gap: if a step's prompts do not divide the data set, no
     row is repeated or left out at the end of a pass. ``shuffle=False`` keeps the data's order.
+
+    ``rest``: a prompt that all of its samples solved, or none, sits out this many passes.
     """
 
-    def __init__(self, dataset: Sized, *, seed: int, shuffle: bool = True) -> None:
-        self._size, self._seed, self._shuffle = len(dataset), seed, shuffle
-        self._drawn = 0
+    def __init__(self, dataset: Sized, *, seed: int, shuffle: bool = True, rest: int = 0) -> None:
+        if rest < 0:
+            raise ValueError(f"rest={rest}: give 0 or more passes.")
+        self._size, self._seed, self._shuffle, self._rest = len(dataset), seed, shuffle, rest
+        self._drawn = 0  # rows of all passes so far, with those that sat out
+        self._back: dict[int, int] = {}  # of a row that rests: the next pass that has it
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
         self._check_size(count)
-        return self.pass_over(self._drawn + skip, count)
+        return self.ahead(skip + count)[skip:]
 
-    def pass_over(self, start: int, count: int) -> list[int]:
-        """Return ``count`` rows after the first ``start`` of all passes."""
-        rows: list[int] = []
-        while len(rows) < count:
-            number, offset = divmod(start + len(rows), self._size)
-            rows += self._order(number)[offset : offset + count - len(rows)]
-        return rows
+    def ahead(self, count: int) -> list[int]:
+        """Return the ``count`` rows to come."""
+        return [row for _, row in islice(self._places(), count)]
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """Yield all rows to come, each behind its place in the passes."""
+        start = self._drawn % self._size
+        for number in itertools.count(self._drawn // self._size):
+            for offset, row in enumerate(self._order(number)[start:], start):
+                if self._back.get(row, 0) <= number:
+                    yield number * self._size + offset, row
+            start = 0
 
     def _check_size(self, count: int) -> None:
         if self._size < count:
@@ -88,7 +100,16 @@ class ShuffledSampler:
         return order
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
-        self._drawn += len(rows)
+        places, resting = [place for place, _ in islice(self._places(), len(rows))], {**self._back}
+        for place, row, rate in zip(places, rows, pass_rates, strict=True):
+            if self._rest and rate is not None and not 0 < rate < 1:
+                resting[row] = place // self._size + 1 + self._rest
+            self._drawn = place + 1
+        self._back = {row: number for row, number in resting.items() if number > self._pass}
+
+    @property
+    def _pass(self) -> int:
+        return self._drawn // self._size
 
     @property
     def epoch(self) -> float:
@@ -96,10 +117,15 @@ class ShuffledSampler:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {}
+        """``sampler/resting``, with ``rest``: the share of prompts that sit out."""
+        return {"sampler/resting": self._num_resting / self._size} if self._rest else {}
+
+    @property
+    def _num_resting(self) -> int:
+        return len(self._back)
 
     def state_dict(self) -> dict[str, object]:
-        fixed = ("_size", "_seed", "_shuffle")
+        fixed = ("_size", "_seed", "_shuffle", "_rest")
         return {name: value for name, value in vars(self).items() if name not in fixed}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -114,11 +140,13 @@ class MixedSampler(ShuffledSampler):
     the count begins anew.
     """
 
-    def __init__(self, dataset: MixedDataset, *, seed: int, shuffle: bool = True) -> None:
-        super().__init__(dataset, seed=seed, shuffle=shuffle)
+    def __init__(
+        self, dataset: MixedDataset, *, seed: int, shuffle: bool = True, rest: int = 0
+    ) -> None:
+        super().__init__(dataset, seed=seed, shuffle=shuffle, rest=rest)
         self._parts, self._starts, self._shares = [*dataset.parts], dataset.starts, dataset.shares
         parts = dataset.parts.values()
-        self._passes = [ShuffledSampler(part, seed=seed, shuffle=shuffle) for part in parts]
+        self._passes = [ShuffledSampler(p, seed=seed, shuffle=shuffle, rest=rest) for p in parts]
         self._counts = [0] * len(parts)  # prompts drawn from each
         self._steps = 0
         self._since = [0] * len(parts)  # counts when the weights last changed
@@ -134,16 +162,16 @@ class MixedSampler(ShuffledSampler):
             behind = [s * number - n for s, n in zip(shares, counts, strict=True)]
             turns.append(behind.index(max(behind)))
             counts[turns[-1]] += 1
-        rows = [
-            iter(part.pass_over(done, turns.count(number)))
-            for number, (part, done) in enumerate(zip(self._passes, self._counts, strict=True))
-        ]
+        rows = [iter(part.ahead(turns.count(n))) for n, part in enumerate(self._passes)]
         return [self._starts[turn] + next(rows[turn]) for turn in turns][skip:]
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
-        super().learn(rows, pass_rates)
+        self._drawn += len(rows)
         stage, self._steps = self._stage, self._steps + 1
         turns = [bisect_right(self._starts, row) - 1 for row in rows]
+        for number, (part, start) in enumerate(zip(self._passes, self._starts, strict=False)):
+            own = [n for n, turn in enumerate(turns) if turn == number]
+            part.learn([rows[n] - start for n in own], [pass_rates[n] for n in own])
         self._counts = [n + turns.count(number) for number, n in enumerate(self._counts)]
         if stage != self._stage:
             self._since = self._counts
@@ -165,11 +193,22 @@ class MixedSampler(ShuffledSampler):
         """
         named = zip(self._parts, self._pass_rates, strict=True)
         found = {f"sampler/pass_rate/{name}": fmean(rates) for name, rates in named if rates}
-        return found | ({"sampler/stage": float(self._stage)} if len(self._shares) > 1 else {})
+        found |= {"sampler/stage": float(self._stage)} if len(self._shares) > 1 else {}
+        return found | super().metrics
+
+    @property
+    def _num_resting(self) -> int:
+        return sum(part._num_resting for part in self._passes)
 
     def state_dict(self) -> dict[str, object]:
         names = ("_drawn", "_counts", "_steps", "_since", "_pass_rates")
-        return {name: getattr(self, name) for name in names}
+        parts = [part.state_dict() for part in self._passes]
+        return {name: getattr(self, name) for name in names} | {"parts": parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, own in zip(self._passes, state["parts"], strict=True):
+            part.load_state_dict(own)
+        super().load_state_dict({name: own for name, own in state.items() if name != "parts"})
 
 
 def make_sampler(node: DictConfig | None, dataset: PromptData, *, seed: int) -> Any:
