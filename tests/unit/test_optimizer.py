@@ -1,6 +1,7 @@
 """Optimizer steps that bf16 would round away, that are not finite, or whose rate would be 0."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from torchtune.training import set_default_dtype
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.machine.parallel import reduce_gradients, shard
+from torchtune_grpo.machine.parallel import (
+    broadcast_trained_parameters,
+    gather_over_ranks,
+    reduce_gradients,
+    shard,
+)
 from torchtune_grpo.models.layers import PeftDoRALinear, standardize
 from torchtune_grpo.training.optimizer import (
     NonFiniteError,
@@ -101,6 +107,24 @@ class OneLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[0](x)
+
+
+def test_a_group_of_one_rank_sends_nothing(tmp_path, monkeypatch):
+    """As vLLM makes one, in a process that no other rank waits for."""
+    for name in ("all_reduce", "all_gather_object", "broadcast"):
+        monkeypatch.setattr(dist, name, Mock(side_effect=AssertionError(name)))
+    model = OneLayer()
+    model(torch.ones(1, 2).bfloat16()).sum().backward()
+    (parameter,) = model.parameters()
+    grad, place = parameter.grad.clone(), parameter.grad.data_ptr()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        reduce_gradients(model)
+        broadcast_trained_parameters(model)
+        assert gather_over_ranks(3) == [3]
+    finally:
+        dist.destroy_process_group()
+    assert parameter.grad.equal(grad) and parameter.grad.data_ptr() == place
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """What the vLLM engine refuses or sets in a config is known before any weights are read."""
 
 import math
+import random
 import re
 import sys
 from types import ModuleType
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hf_models import hf_folder
@@ -97,6 +99,37 @@ def test_a_step_whose_logprobs_differ_ends_the_run(dtype, name, fits, fails, tmp
     engine.check_step({key: fits})
     with pytest.raises(ValueError, match="samples from another policy"):
         engine.check_step({key: fails})
+
+
+def test_random_numbers_of_rewards_are_left_as_they_were():
+    """vLLM seeds all generators with 0 when it starts, which is in the first rollout."""
+    before = random.getstate(), np.random.get_state()[1].tolist(), sys.excepthook
+    with vllm._contained():
+        random.seed(0)
+        np.random.seed(0)
+        sys.excepthook = print
+    assert (random.getstate(), np.random.get_state()[1].tolist(), sys.excepthook) == before
+
+
+def test_the_deadline_of_a_rollout_begins_after_vllms_start(tmp_path, monkeypatch):
+    folder = str(hf_folder("llama3", tmp_path / "model"))
+    settings = RolloutConfig(deadline=60.0)
+    context = EngineContext(hf_model(folder), settings, torch.device("cpu"), model_dir=folder)
+    engine, now, seen = vllm.VLLMEngine(context), [0.0], []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(engine, "_start", lambda request: now.append(now.pop() + 300.0))
+    monkeypatch.setattr(engine, "_bring_weights", lambda: now.append(now.pop() + 300.0))
+    monkeypatch.setattr(engine, "_compare", lambda *_: None)
+
+    def sample(request, stop):
+        for _ in range(2):
+            seen.append(stop())
+            now.append(now.pop() + 61.0)
+        return [vllm._Row()]
+
+    monkeypatch.setattr(engine, "_sample", sample)
+    engine.generate(ONE_ROW)
+    assert seen == [False, True]
 
 
 ONE_ROW = RolloutRequest(

@@ -100,7 +100,7 @@ def on_first_rank(function: Callable[..., T], *args: object) -> T:
 
 def gather_over_ranks(value: T) -> list[T]:
     """Return every rank's value, in the order of the ranks, on every rank."""
-    if not _is_distributed():
+    if world_size() == 1:  # whether or not there is a group: vLLM makes one
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
@@ -114,7 +114,7 @@ def sum_over_ranks(value: int) -> int:
 
 def broadcast_trained_parameters(model: nn.Module) -> None:
     """Give every rank the first one's trained parameters: new adapters are random."""
-    if _is_distributed():
+    if world_size() > 1:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 dist.broadcast(parameter.data, src=0)
@@ -125,7 +125,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
     Replicated gradients are sent as one buffer; FSDP2 averaged sharded ones in the backward pass.
     """
-    if not _is_distributed():
+    if world_size() == 1:
         return
     whole = []
     for parameter in model.parameters():

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
+import sys
 import time
 import warnings
 import weakref
@@ -22,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -133,11 +136,11 @@ class VLLMEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Samples:
-        stop = must_stop(self._context.settings.deadline)
         self._refuse(request)
         with _contained():
             self._start(request)
             self._bring_weights()
+            stop = must_stop(self._context.settings.deadline)  # which vLLM's start is not part of
             rows = self._sample(request, stop)
             if self._sleeps:  # its weights come anew; those beside an adapter stay, in host memory
                 self._llm.sleep(level=1 if self._beside else 2)
@@ -457,8 +460,9 @@ def _temperature(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """Undo what vLLM does to the process: its environment, torch's threads and random numbers."""
+    """Undo what vLLM does to the process: environment, threads, random numbers, excepthook."""
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    hook, python, numpy = sys.excepthook, random.getstate(), np.random.get_state()
     os.environ.update(_ENVIRONMENT)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -469,4 +473,6 @@ def _contained() -> Iterator[None]:
         for name in now.keys() - environment.keys():
             del os.environ[name]
         os.environ.update({k: v for k, v in environment.items() if now.get(k) != v})
-        torch.set_num_threads = set_num_threads
+        torch.set_num_threads, sys.excepthook = set_num_threads, hook
+        random.setstate(python)
+        np.random.set_state(numpy)
