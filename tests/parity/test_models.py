@@ -15,6 +15,7 @@ from hf_models import MODELS, VOCAB, hf_folder
 from peft import PeftModel
 from policies import LORA, response_rows
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import lora_qwen2
@@ -35,6 +36,7 @@ from torchtune_grpo.models.build import (
     read_config,
 )
 from torchtune_grpo.models.layers import attend_in_segments, standardize
+from torchtune_grpo.models.weights import hf_state
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 from torchtune_grpo.rollout.sampling import row_keys
@@ -71,12 +73,17 @@ def start_magnitudes(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_logits(tmp_path, name):
+def test_logits_and_gradients(tmp_path, name):
     folder = hf_folder(name, tmp_path / name, max_shard_size="50KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
-    torch.testing.assert_close(load(folder)(TOKENS), expected, atol=1e-5, rtol=1e-5)
+    ours, theirs = load(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = ours(TOKENS), theirs(TOKENS).logits
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    for each in logits:
+        F.cross_entropy(each[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
+    gradients = hf_state({name: p.grad for name, p in ours.named_parameters()}, folder)
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    torch.testing.assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
 
 
 # Keys that some types have -> values that would be seen
