@@ -1,6 +1,7 @@
 """Models that transformers' modules compute: log-probs, gradients, samples, adapters, files."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -154,6 +155,19 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name, ki
     restored = load(base, build, **adapters)
     checkpoints.restore(restored, folder)
     assert torch.equal(restored(TOKENS), expected)
+
+
+def test_a_step_whose_samples_are_of_another_model_is_refused(tmp_path):
+    """A cache or padding with which ``generate`` computes something else is not trained on."""
+    model = load(hf_folder("lfm2", tmp_path))
+    engine, name = engine_of(model), "sampling/sampling_logp_difference"
+    engine.check_step({f"{name}/max": 1e-3, f"{name}/mean": 1.0})
+    with pytest.raises(ValueError, match="differ by 0.02 .max.; .* lfm2, .* cannot be trained"):
+        engine.check_step({f"{name}/max": 0.02, f"{name}/mean": 0.0})
+    model.to(torch.bfloat16)
+    engine_of(model).check_step({f"{name}/max": 2.0, f"{name}/mean": 0.05})
+    with pytest.raises(ValueError, match="differ by nan .mean."):
+        engine_of(model).check_step({f"{name}/max": 0.0, f"{name}/mean": math.nan})
 
 
 @torch.no_grad()

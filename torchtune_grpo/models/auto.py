@@ -104,13 +104,22 @@ class TransformersModel(nn.Module):
         self.hf, self._names = hf.eval(), dict(names)
         self.norm = nn.Identity()  # transformers' hidden states are normed
         self.max_seq_len = _context_length(hf.config)
+        _ = self.layers
         self._head_is_matrix = self._probe_head()
 
     @property
     def layers(self) -> nn.ModuleList:
-        number = self.hf.config.num_hidden_layers
-        lists = (m for m in self.hf.modules() if isinstance(m, nn.ModuleList) and len(m) == number)
-        return next(lists)
+        number = getattr(self.hf.config, "num_hidden_layers", None)
+        for module in self.hf.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == number:
+                return module
+        raise ValueError(f"model: {self.hf.config.model_type} has no list of its layers.")
+
+    @property
+    def _decoder(self) -> Any:
+        """What makes hidden states; the rest of ``hf`` makes logits of them."""
+        found = self.hf.get_decoder()
+        return getattr(self.hf, "model", found) if found is self.hf else found
 
     @property
     def tok_embeddings(self) -> nn.Embedding:
@@ -132,7 +141,7 @@ class TransformersModel(nn.Module):
         if not isinstance(tokens, Tensor):
             return tokens()
         assert mask is None and input_pos is None, "rows are not packed"
-        return self.unembed(self.hf.base_model(tokens, use_cache=False).last_hidden_state)
+        return self.unembed(self._decoder(tokens, use_cache=False).last_hidden_state)
 
     def unembed(self, h: Tensor) -> Tensor:
         """Compute logits [n, S, V] of hidden states [n, S, D]."""
@@ -259,7 +268,7 @@ class TransformersModel(nn.Module):
 
     def _head(self, h: Tensor) -> Tensor:
         """Compute logits [K, V] of hidden states [K, D], by all that follows the base model."""
-        base = self.hf.base_model
+        base = self._decoder
         own = vars(base).get("forward")
         base.forward = lambda *args, **kwargs: _BaseOutput(h[None])
         try:

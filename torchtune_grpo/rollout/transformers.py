@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torchtune import utils
 
 from torchtune_grpo.machine.parallel import gathered
 from torchtune_grpo.machine.segments import fill_parts
@@ -25,12 +24,10 @@ from torchtune_grpo.rollout.request import (
     RolloutRequest,
     must_stop,
 )
+from torchtune_grpo.rollout.vllm import LARGEST_FLOAT32, MEAN_BF16
 from torchtune_grpo.trajectory import Samples
 
-log = utils.get_logger("INFO")
-
 MAX_ROWS = 64  # at once, where the config does not say
-_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest logit
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens and logits so far -> what generate wants
 
 
@@ -38,8 +35,7 @@ class TransformersEngine(RolloutEngine):
     """Generation by a model's own ``generate`` and cache, with the other engines' sampler.
 
     ``generate`` is told which token comes next, so that a response depends on its row's key as in
-    other engines. Rows are padded on the left; if that changes a model's logits, only rows of one
-    length are generated together. After a reply to a turn, a row's whole text is read again.
+    other engines. Rows are padded on the left. After a reply, a row's whole text is read again.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -74,50 +70,34 @@ class TransformersEngine(RolloutEngine):
         paused.steps = 0  # all replies are waited for, so that nothing depends on their time
         with gathered(self._model):
             while live and not stop():
-                for part in self._parts(live):
+                most = self._settings.max_rows or MAX_ROWS
+                for part in fill_parts(live, size=lambda row: 1, room=most):
                     turn = _Turn(request, transcript, part, stop)
                     self._generate(turn.texts, turn.draw, turn.is_over, most=turn.most)
                     if request.report is not None:
-                        request.report(_progress(rows, live))
+                        tokens, over = sum(r.count for r in rows), sum(r.ended for r in rows)
+                        request.report(Progress(tokens, over, len(part), len(rows)))
                 live = _answered(paused, live, transcript, stop)
         return transcript.samples(
             lengths=[row.count for row in rows],
             truncated=[not row.ended or row.number in paused.rows for row in rows],
         )
 
-    def _parts(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """Split rows into those that are generated together."""
-        alike: dict[int, list[Row]] = {}
-        lengths = [len(row.prompt.tokens) + len(row.response) for row in rows]
-        differ = len({*lengths}) > 1 and not self._may_pad
-        for row, length in zip(rows, lengths, strict=True):
-            alike.setdefault(length if differ else 0, []).append(row)
-        most = self._settings.max_rows or MAX_ROWS
-        parts = [fill_parts(each, size=lambda row: 1, room=most) for each in alike.values()]
-        return [part for each in parts for part in each]
-
-    @cached_property
-    def _may_pad(self) -> bool:
-        """Whether a row padded on the left has the logits that it has alone, at two tokens."""
-        found: list[list[Tensor]] = []
-
-        def note(tokens: Tensor, logits: Tensor) -> Tensor:
-            found[-1].append(logits[-1].clone())
-            return torch.zeros_like(logits)  # the next token is 0
-
-        for texts in ([[3, 4]], [[1, 2, 3, 4, 5], [3, 4]]):
-            found.append([])
-            self._generate(texts, note, None, most=2)
-        alone, padded = (torch.stack(logits) for logits in found)
-        bound = _ROUNDING.get(self._model.hf.dtype, 5e-2) * alone.abs().max()
-        if (alone - padded).abs().max() <= bound:
-            return True
-        kind = self._model.hf.config.model_type
-        log.info(f"Padding changes the logits of {kind}: only rows of one length share a pass.")
-        return False
+    def check_step(self, metrics: Mapping[str, float]) -> None:
+        """Raise a ValueError if padding or the cache have made another model of the policy."""
+        is_exact = self._model.hf.dtype == torch.float32
+        kind, bound = ("max", LARGEST_FLOAT32) if is_exact else ("mean", MEAN_BF16)
+        gap = metrics.get(f"sampling/sampling_logp_difference/{kind}", 0.0)
+        if not gap <= bound:  # NaN, too
+            name = self._model.hf.config.model_type
+            raise ValueError(
+                "model: the log-probs that transformers' generate has for its samples and those "
+                f"of the trainer differ by {gap:.3g} ({kind}); rounding explains {bound}. Nothing "
+                f"of this step is saved: {name}, as config.json has it, cannot be trained here."
+            )
 
     def _generate(
-        self, texts: Sequence[Sequence[int]], draw: Step, is_over: Step | None, *, most: int
+        self, texts: Sequence[Sequence[int]], draw: Step, is_over: Step, *, most: int
     ) -> None:
         """Let ``generate`` add up to ``most`` tokens to texts [n], those that ``draw`` leaves."""
         from transformers import GenerationConfig
@@ -136,7 +116,7 @@ class TransformersEngine(RolloutEngine):
             attention_mask=mask,
             generation_config=settings,
             logits_processor=[draw],
-            stopping_criteria=[] if is_over is None else [is_over],
+            stopping_criteria=[is_over],
         )
         self._model(generate)
 
@@ -209,9 +189,3 @@ def _answered(
         row.begin = row.count = len(row.response)
         row.ended = False
     return going
-
-
-def _progress(rows: Sequence[Row], live: Sequence[Row]) -> Progress:
-    begun = sum(row.count > 0 and not row.ended for row in live)
-    finished = sum(row.count > 0 for row in rows) - begun
-    return Progress(sum(row.count for row in rows), finished, begun, len(rows))
