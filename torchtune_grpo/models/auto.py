@@ -109,11 +109,10 @@ class TransformersModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        number = getattr(self.hf.config, "num_hidden_layers", None)
-        for module in self.hf.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == number:
-                return module
-        raise ValueError(f"model: {self.hf.config.model_type} has no list of its layers.")
+        lists = [m for m in self._decoder.modules() if isinstance(m, nn.ModuleList)]
+        if not lists:
+            raise ValueError(f"model: {self.hf.config.model_type} has no list of its layers.")
+        return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
     @property
     def _decoder(self) -> Any:
