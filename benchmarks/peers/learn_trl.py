@@ -1,12 +1,16 @@
-"""The demo's run with TRL's ``GRPOTrainer``: the same folder, prompts, reward and batch.
+"""A config's run with TRL's ``GRPOTrainer``: the same folder, prompts, reward and batch.
 
-    python benchmarks/peers/learn_trl.py --steps 8 16 --lr 4e-4 --seeds 0 1 2
+    python benchmarks/peers/learn_trl.py --steps 8 16 --seeds 0 1 2 grpo_samples=4
     python benchmarks/learning.py grpo_samples=4 num_steps=16 evaluation.every_n_steps=8
 
-Both train LoRA of rank 32 and alpha 64 on all linear layers with a constant rate, 16 prompts and 4
-samples a step, no KL term, in float32 on one thread. TRL's adapters are scored by ``torchtune-grpo
-evaluate``, on the same held-out questions. Prints one JSON line: per seed the scores after the
-given steps, and the CPU seconds of the process until then, imports included.
+    PYTHONPATH=benchmarks/real python benchmarks/peers/learn_trl.py --steps 2 --seeds 0 \
+        --config benchmarks/real/gsm8k.yaml --rows 8
+
+Both train LoRA of rank 32 and alpha 64 on all linear layers with a constant rate and no KL term, on
+one thread, with the first reward of the config. A stop string has to be one token: it becomes TRL's
+end of a text. TRL's adapters are scored by ``torchtune-grpo evaluate``, on the same held-out
+questions. Prints one JSON line: per seed the scores after the given steps, and the CPU seconds of
+the process until then, imports included.
 """
 
 import argparse
@@ -23,9 +27,6 @@ from common import BIN, apart, lora, report, run, trl_settings  # noqa: E402
 from torchtune_grpo.config.check import instantiate, read_config  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.data import RLDataset  # noqa: E402
-from torchtune_grpo.rewards import math_correctness_reward  # noqa: E402
-
-CONFIG = "smollm2_135M_grpo"
 
 
 def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
@@ -36,17 +37,19 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
-    cfg = read_config(load_config(CONFIG, [f"seed={seed}"]))
+    cfg = read_config(load_config(args.config, [f"seed={seed}", *args.overrides]))
     own_tokenizer = instantiate("tokenizer", cfg.tokenizer)
     data: RLDataset = instantiate("dataset", cfg.dataset, own_tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_dir)
     rows = [data[i] for i in range(len(data))]
     prompts = [tokenizer.decode(row["tokens"]) for row in rows]
     assert tokenizer(prompts).input_ids == [list(row["tokens"]) for row in rows]
+    for end in cfg.sampling.stop_strings:
+        tokenizer.eos_token = tokenizer.decode(*tokenizer(end).input_ids)
+    reward = instantiate("rewards.0", cfg.rewards[0])
 
-    def correctness(prompts, completions, answer, **columns) -> list[float]:
-        said = [data.prefill + text for text in completions]
-        return math_correctness_reward(prompts, said, answer=answer)
+    def first_reward(prompts, completions, **columns) -> list[float]:
+        return reward(prompts, [data.prefill + text for text in completions], **columns)
 
     seconds: dict[int, float] = {}
 
@@ -58,23 +61,24 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
 
     trainer = GRPOTrainer(
         model=cfg.model_dir,
-        reward_funcs=correctness,
+        reward_funcs=first_reward,
         args=GRPOConfig(
             **trl_settings(folder),
-            model_init_kwargs={"dtype": "float32"},
+            model_init_kwargs={"dtype": {"bf16": "bfloat16"}.get(cfg.dtype, "float32")},
             seed=seed,
             max_steps=max(args.steps),
             per_device_train_batch_size=args.rows,
-            gradient_accumulation_steps=cfg.batch_size * args.samples // args.rows,
-            num_generations=args.samples,
+            gradient_accumulation_steps=cfg.batch_size * cfg.grpo_samples // args.rows,
+            num_generations=cfg.grpo_samples,
+            temperature=cfg.temperature,
             max_completion_length=cfg.max_generated_tokens,
             beta=0.0,
-            learning_rate=args.lr,
+            learning_rate=cfg.optimizer.lr,
             lr_scheduler_type="constant",
             weight_decay=0.0,
         ),
         train_dataset=Dataset.from_dict(
-            {"prompt": prompts, "answer": [row["columns"]["answer"] for row in rows]}
+            {"prompt": prompts} | {n: [r["columns"][n] for r in rows] for n in rows[0]["columns"]}
         ),
         processing_class=tokenizer,
         peft_config=lora(32),
@@ -84,20 +88,22 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
     return seconds
 
 
-def score(adapter: Path, questions: int) -> dict[str, float]:
-    """Return an adapter's held-out pass@1, and its accuracy with the lower end of the interval."""
-    output = adapter / "evaluation.json"
-    which = [CONFIG, "--base", f"adapter_dir={adapter}", f"eval_dataset.num_samples={questions}"]
+def score(adapter: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Return an adapter's held-out pass@1, if measured, and its accuracy with its interval."""
+    output, keys = adapter / "evaluation.json", [f"adapter_dir={adapter}", *args.overrides]
+    which = [args.config, "--base", *keys, f"eval_dataset.num_samples={args.questions}"]
     run([BIN / "torchtune-grpo", "evaluate", *which, "--output", output])
-    found = json.loads(output.read_text())["groups"]["all"]["graders"]["correctness"]["before"]
-    return {n: round(found[f"eval/{n}"], 3) for n in ("pass@1", "accuracy", "accuracy/low")}
+    graders = json.loads(output.read_text())["groups"]["all"]["graders"]
+    found = next(iter(graders.values()))["before"]
+    names = [f"eval/{n}" for n in ("pass@1", "accuracy", "accuracy/low", "accuracy/high")]
+    return {n: round(found[n], 3) for n in names if n in found}
 
 
 def learn(seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return a seed's scores and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         seconds = apart(train, seed, args, folder, HF_HUB_OFFLINE="1")
-        scores = {n: score(Path(folder, str(n)), args.questions) for n in args.steps}
+        scores = {n: score(Path(folder, str(n)), args) for n in args.steps}
     return {"seed": seed, "after steps": scores, "CPU seconds": seconds}
 
 
@@ -106,11 +112,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--lr", type=float, default=4e-4)
-    parser.add_argument("--samples", type=int, default=4, help="in a group")
     parser.add_argument("--questions", type=int, default=48, help="that are held out")
     parser.add_argument("--rows", type=int, default=16, help="of TRL's micro-batches")
-    args = parser.parse_args()
+    parser.add_argument("--config", default="smollm2_135M_grpo")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
+    args = parser.parse_intermixed_args()
     report("learn_trl", args, runs=[learn(seed, args) for seed in args.seeds])
 
 
