@@ -456,7 +456,7 @@ TEXT = dict(head_dim=16, num_key_value_heads=1, vocab_size=VOCAB) | SHAPE
     ],
 )
 @torch.no_grad()
-def test_the_text_part_of_a_model_that_sees(tmp_path, kind, settings):
+def test_the_text_part_of_a_model_that_sees(tmp_path, kind, settings, caplog):
     """As docs/models.md takes it out of the whole."""
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
     (code,) = re.findall(
@@ -477,5 +477,7 @@ def test_the_text_part_of_a_model_that_sees(tmp_path, kind, settings):
     expected = whole(input_ids=TOKENS).logits
     torch.testing.assert_close(load(tmp_path / "text")(TOKENS), expected, atol=1e-4, rtol=1e-4)
     taken_out = hf_model(str(tmp_path / "whole"))  # by transformers, which is slower
+    assert f"model_type='{kind}'; docs/models.md lists" in caplog.text
+    assert "take out its text part" in caplog.text
     taken_out.load_state_dict(taken_out.read(tmp_path / "whole"))
     torch.testing.assert_close(taken_out(TOKENS), expected, atol=1e-5, rtol=1e-5)

@@ -310,10 +310,10 @@ def read_config(model_dir: str | Path) -> Any:
     kind, text = given.get("model_type"), given.get("text_config")
     if kind not in FAMILIES:
         is_known = isinstance(text, Mapping) and text.get("model_type") in FAMILIES
-        sees = " docs/models.md shows how to take out its text part." if is_known else ""
+        sees = ", and shows how to take out its text part" if is_known else ""
         raise UnsupportedModelError(
-            f"model_dir={model_dir}: config.json says model_type={kind!r}; supported are "
-            f"{', '.join(FAMILIES)}.{sees}"
+            f"model_dir={model_dir}: config.json says model_type={kind!r}; docs/models.md lists "
+            f"those that are built of torchtune's modules{sees}."
         )
     from transformers import AutoConfig  # takes a second to import
 
@@ -335,7 +335,8 @@ def _config_of_the_table(model_dir: str) -> Any:
     """Read a folder's config; None if its model is one for transformers' modules."""
     try:
         return read_config(model_dir)
-    except UnsupportedModelError:
+    except UnsupportedModelError as error:
+        log_once(log, str(error))
         return None
 
 
