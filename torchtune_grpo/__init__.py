@@ -12,4 +12,6 @@ def __getattr__(name: str) -> object:
         from torchtune_grpo.api import GRPO
 
         return GRPO
+    if name.startswith("GRPO"):  # an ImportError reaches the user as it is
+        raise ImportError(f"torchtune_grpo has no {name!r}; its trainer is GRPO (docs/python.md)")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,18 +7,20 @@ import importlib
 import platform
 import sys
 
-from torchtune_grpo.config.text import end_on_ctrl_c, errors_in_one_line
+from torchtune_grpo.config.text import end_on_ctrl_c, errors_in_one_line, suggest
 
 COMMANDS = {  # name -> its function, and what it does
     "config": ("cli.commands:config", "check a config, or print the table of all keys"),
     "evaluate": ("cli.evaluate:main", "compare held-out answers before and after training"),
-    "plan": ("plan:main", "say what a run is going to be like, before its first step"),
+    "plan": ("plan:main", "predict whether a run will learn, its time and its memory"),
     "prompts": ("cli.prompts:main", "compare prompts on training questions, to start from one"),
     "sample": ("cli.commands:sample", "print what a policy answers"),
     "score": ("cli.score:main", "score a run's saved completions with other rewards"),
     "push": ("checkpoint.push:main", "upload a run's model to the Hugging Face hub"),
     "report": ("monitor.report:main", "write a run's page"),
 }
+
+_OF_TUNE = ("download", "ls", "cp", "run", "validate", "cat")
 
 
 def print_versions() -> None:
@@ -58,7 +60,15 @@ def main() -> None:
 
     register()
     if name == "train":
-        sys.argv[1:2] = ["run", next(iter(RECIPES)), "--config"]
+        config, *overrides = [*sys.argv[2:], ""]
+        if config in ("", "-h", "--help"):
+            sys.exit("usage: torchtune-grpo train CONFIG [key=value ...], on one device")
+        sys.argv[1:] = ["run", next(iter(RECIPES)), "--config", config, *overrides[:-1]]
+        if config.startswith("--config"):  # as `tune run` has it
+            sys.argv[3:5] = config.split("=", 1)
+    elif name not in _OF_TUNE and not name.startswith("-"):
+        known = [*COMMANDS, "train", *_OF_TUNE]
+        sys.exit(f"Error: {name}: no such command.{suggest(name, known)} --help lists them.")
 
     from torchtune._cli.tune import main as tune
 

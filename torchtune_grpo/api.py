@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import math
 import os
 import signal
 import weakref
@@ -17,7 +18,7 @@ from torchtune import utils
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder, claim_output_dir
 from torchtune_grpo.config.command_line import load_config, set_key
-from torchtune_grpo.config.text import ConfigError, noted, shortened
+from torchtune_grpo.config.text import ConfigError, noted, shortened, suggest
 from torchtune_grpo.machine import lock, parallel
 from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.record import metrics_of, read_metrics
@@ -84,10 +85,18 @@ class GRPO:
         if environment is not None:
             self._set_environment(environment)
         if tools is not None:
+            if callable(tools):
+                raise ConfigError(f"tools={shortened(repr(tools))}: give a list, as in tools=[f].")
+            for number, tool in enumerate(tools):
+                if not (isinstance(tool, str) or hasattr(tool, "__name__")):
+                    raise ConfigError(
+                        f"tools[{number}]={shortened(repr(tool))}: give a function; of a tool of "
+                        "another library, the function that it wraps."
+                    )
             paths = [self._path(f"tools.{number}", tool) for number, tool in enumerate(tools)]
             self.config.tools = paths
-        folder = Path(str(self.config.get("output_dir") or ""))
-        self._folder = folder.expanduser().resolve()
+        folder = os.path.expanduser(str(self.config.get("output_dir") or ""))
+        self._folder = Path(folder).resolve()
         self.config.output_dir = str(self._folder)
         self._check()
         OmegaConf.set_readonly(self.config, True)  # a change would have no effect
@@ -100,6 +109,12 @@ class GRPO:
                 f"{value}); with resume_from_checkpoint=True it goes on in the same output_dir."
             )
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        hint = suggest(name, [each for each in dir(GRPO) if not each.startswith("_")])
+        if "push" in name:
+            hint = " `torchtune-grpo push OUTPUT_DIR NAME` uploads a checkpoint."
+        raise AttributeError(f"GRPO has no {name!r}.{hint}")
 
     def _set_key(self, name: str, value: Any) -> None:
         """Set a key of the config, or several of a section."""
@@ -121,6 +136,9 @@ class GRPO:
             self.config[key] = _plain(data)
         elif isinstance(data, (str, Path)):
             self.config[key].source = str(data)
+        elif not isinstance(data, Iterable):
+            name = {"dataset": "data", "eval_dataset": "eval_data"}[key]
+            raise ConfigError(f"{name}={data!r}: give rows, a file or a name on the hub.")
         else:
             self._objects[key] = data
 
@@ -131,6 +149,11 @@ class GRPO:
             raise ConfigError(f"rewards={given}: give a list, such as [(function, weight)].")
         nodes: list[Any] = []
         for number, reward in enumerate(rewards):
+            if isinstance(reward, tuple) and len(reward) != 2:
+                raise ConfigError(
+                    f"rewards[{number}]={shortened(repr(reward))}: give (function, weight), or a "
+                    "node, as in {'_component_': f, 'weight': 0.5, 'name': 'n'}."
+                )
             function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
             if not isinstance(function, Mapping):
                 if not (callable(function) or isinstance(function, str)):
@@ -144,6 +167,9 @@ class GRPO:
 
     def _set_environment(self, given: Any) -> None:
         """Name environments in the config, and keep those that cannot be imported."""
+        if not (callable(given) or isinstance(given, (str, Mapping))):
+            made = shortened(repr(given))
+            raise ConfigError(f"environment={made}: give the class, not an object of it.")
         if not isinstance(given, Mapping):
             given = {"_component_": given}
         node = {}
@@ -186,7 +212,7 @@ class GRPO:
         file = self._folder / "config.yaml"
         text = f"# tune run grpo_full_finetune_single_device --config {file}\n"
         if self._objects:
-            remark = f"only this process has {', '.join(self._objects)}; give files and modules."
+            remark = f"its {', '.join(self._objects)} exist only in this script."
             log.warning(f"`tune run` cannot repeat this run: {remark}")
             text += f"# But {remark}\n"
         file.write_text(f"{text}{OmegaConf.to_yaml(self.config)}", encoding="utf-8")
@@ -197,12 +223,12 @@ class GRPO:
         return read_metrics(self._folder)
 
     def plan(self) -> dict[str, Any]:
-        """Print what training is going to be like, and return the numbers: docs/plan.md.
+        """Print whether it will learn, its time and memory, and return the numbers: docs/plan.md.
 
         Call it before the first step; it changes nothing about the run.
         """
         if self._recipe is not None:
-            raise RuntimeError("plan() comes first: close() this run, and make a new GRPO.")
+            raise RuntimeError("Call plan() before train(), or make a new GRPO.")
         plan = make_plan(self.config, self._objects)
         print("\n".join(lines(plan)))
         return asdict(plan)
@@ -282,6 +308,8 @@ class GRPO:
         items = run.items_of(asked)
         params = run.cfg.sampling_params
         if temperature is not None:
+            if not 0 <= temperature < math.inf:
+                raise ValueError(f"temperature={temperature}: give 0 or more.")
             params = params.replace(temperature=temperature) if temperature else params.greedy
         recipe.model.eval()
         rows = run.answer(

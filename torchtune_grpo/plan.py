@@ -30,7 +30,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.cli.commands import add_run, parse, run_config
 from torchtune_grpo.config.text import to_json, write_text
 from torchtune_grpo.evaluation import thresholds
 from torchtune_grpo.evaluation.statistics import Score, bootstrap_interval
@@ -84,7 +84,7 @@ class Plan:
 def make_plan(given: DictConfig, objects: Mapping[str, object] | None = None) -> Plan:
     """Plan a config's run, and write ``output_dir/plan.json``; ``objects`` are those of ``Run``."""
     start = time.perf_counter()
-    folder = Path(given.output_dir).expanduser()
+    folder = Path(os.path.expanduser(given.output_dir))
     cfg = given.copy()
     OmegaConf.set_readonly(cfg, False)
     logger = "torchtune.training.metric_logging.DiskLogger"
@@ -300,10 +300,10 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Says what a run is going to be like.")
-    parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
-    args = parser.parse_intermixed_args()
-    plan = make_plan(load_config(args.config, args.overrides))
+    parser = argparse.ArgumentParser(
+        description="Predicts whether a run will learn, its time and its memory."
+    )
+    add_run(parser)
+    plan = make_plan(run_config(parse(parser)))
     print("\n".join(lines(plan)))
     sys.exit(VERDICTS[plan.verdict])

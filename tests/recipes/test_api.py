@@ -102,7 +102,7 @@ def test_python_and_tune_run_take_the_same_steps(tmp_path):
     """So do two runs in a process, in the same folder or another; evaluating changes nothing."""
     done = run_script(tmp_path, SAME)
     assert "Traceback" not in done.err
-    assert "cannot repeat this run: only this process has eval_dataset, rewards.1;" in done.err
+    assert "cannot repeat this run: its eval_dataset, rewards.1 exist only in" in done.err
     tune("run", RECIPE, "--config", "plain/config.yaml", "output_dir=tuned", cwd=tmp_path)
     whole = untimed(tmp_path / "out" / "previous_runs" / "1")
     assert [record["step"] for record in whole] == [0, 1, 2, 3, 3]

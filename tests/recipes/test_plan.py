@@ -63,8 +63,8 @@ def test_a_run_that_learns(tmp_path):
             None,
         ),
         ("temperature=0.01", 3, "all texts are the same", "temperature=1"),
-        ("rewards.0._component_=mine.half", 4, "correctness has been 0.5 on all rows", None),
-        ("rewards.0._component_=mine.none", 4, "correctness has been None on all rows", None),
+        ("rewards.0._component_=mine.half", 4, "correctness was 0.5 for every answer", None),
+        ("rewards.0._component_=mine.none", 4, "correctness was None for every answer", None),
         ("rewards.1._component_=mine.loud", 3, "of the rewards' spread", "rewards.1.weight=0.01"),
         ("rewards.0._component_=mine.solved rewards.1.weight=0", 4, "Take harder prompts", None),
     ],
@@ -92,7 +92,7 @@ def test_an_environment_has_two_limits_and_its_own_reward():
     seconds, memory = dict.fromkeys(time, 1.0), {"peak": 1, "total": 9}
     plan = Plan(4, 2, 48, 96, "Game", score, score, score, {}, {}, None, seconds, memory)
     judge(plan, history)
-    assert plan.verdict == "will not learn" and "Game has been 0.3" in plan.reasons[0]
+    assert plan.verdict == "will not learn" and "Game was 0.3 for every answer" in plan.reasons[0]
     said = "\n".join(lines(plan))
     assert "at 48 sampled or 96 tokens" in said and "mean Game        0.300 [" in said
 
@@ -129,7 +129,7 @@ def test_training_is_what_it_would_have_been(tmp_path):
     )
     (tmp_path / "script.py").write_text(script)
     for name in ("planned", "alone"):
-        assert "plan() comes first" in run("script.py", name, cwd=tmp_path).out
+        assert "Call plan() before train()" in run("script.py", name, cwd=tmp_path).out
     planned, alone = (weights(tmp_path / name / "step_000002") for name in ("planned", "alone"))
     assert planned.keys() == alone.keys()
     assert all(bool((planned[name] == alone[name]).all()) for name in alone)

@@ -189,7 +189,7 @@ def test_a_shaping_reward_trains_only_where_outcomes_differ(tmp_path, gate):
     steps = [step["frac_informative_groups"] for step in metrics(tmp_path / "out")]
     assert len(informative) == 6 and sum(informative) == 2 * sum(steps)
     assert steps == ([1, 0.5, 0] if gate is None else [1, 1, 1])
-    assert ("only train groups" in done.out + done.err) == (gate is None)
+    assert ("alone trains none" in done.out + done.err) == (gate is None)
     assert {start["decider"] for start in read(tmp_path / "out", "start")} == {"right"}
 
 

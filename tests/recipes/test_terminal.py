@@ -31,7 +31,7 @@ def test_a_run_prints_only_what_matters(tmp_path):
     out = tmp_path / "out"
     assert not lines_of(done.out)
     expected = [
-        r"format: only train groups in which correctness differs, once it has .*\.",
+        r"Groups in which correctness is the same for all are skipped, so that format alone .*\.",
         r"CPU threads: \d+\.",
         r"eval_dataset: dataset has 100% of its prompts, too, which are not held out; give .*",
         EVALUATION.format(0),

@@ -37,7 +37,7 @@ REFUSED = [
     ("seed", "write seed=value"),
     ("--seed=5", "write seed=5, "),
     ("~sed", "there is no key sed"),
-    ("rewards.7.weight=1", "out of range"),
+    ("rewards.7.weight=1", "rewards has only rewards.0, rewards.1"),
     ("seed=[1,", "flow node"),
 ]
 
@@ -73,7 +73,10 @@ def test_a_config_starts_from_another(config, tmp_path):
     assert cfg.log_dir == "out/logs" and "base_config" not in cfg
     child.write_text("base_config: my.yaml\nmodel: {_component_: other.model}\n")
     assert load_config(str(child)).model == {"_component_": "other.model"}
-    for base, said in (("none", "--config none.yaml: no such"), ("child", ".* starts from itself")):
+    for base, said in (
+        ("none", "base_config=none.yaml: "),
+        ("child", ".* starts from itself"),
+    ):
         child.write_text(f"base_config: {base}.yaml\n")
         with pytest.raises(ValueError, match=said):
             load_config(str(child))
@@ -116,10 +119,10 @@ def test_what_is_no_override_is_named(config, override, remedy):
 
 
 def test_what_is_no_config_is_named(tmp_path):
-    with pytest.raises(ValueError, match="--config none: no such file, nor one of .*llama3_2_1B"):
+    with pytest.raises(ValueError, match="^none: no such file, run or shipped config"):
         load_config("none")
     for text in ("a: [1", "a: 1\na: 2", "- 1\n", "a: \x00"):
         path = tmp_path / "broken.yaml"
         path.write_text(text)
-        with pytest.raises(ValueError, match="--config .*broken.yaml: (not YAML|holds no keys)"):
+        with pytest.raises(ValueError, match=".*broken.yaml: (not YAML|holds no keys)"):
             load_config(str(path))

@@ -61,18 +61,22 @@ BAD = [
     ("sampling.stop_strings=['']", "sampling.stop_strings.0=''", "at least 1 character"),
     ("sampling.min_new_tokens=600", "min_new_tokens=600", "512"),
     ("evaluation.keep_best=accuracy", "evaluation.keep_best='accuracy'", "eval/"),
-    ("evaluation=5", "evaluation=5: this key holds others", "evaluation.every_n_steps"),
+    ("evaluation=5", "evaluation=5: evaluation is a section", "evaluation.every_n_steps"),
     ("evaluation.stop_at=0.9 eval_dataset=null", "evaluation.stop_at=0.9", "set eval_"),
     ("forward_token_budget=2000", "forward_token_budget=2000", "set one of them to null"),
     ("num_minibatches=3", "num_minibatches=3", "give a divisor"),
     ("output_dir=/tmp/Llama-3.2-1B-Instruct", "output_dir=", "another folder"),
     ("output_dir=o adapter_dir=o/step_2/adapter", "adapter_dir=o/step_2", "another out"),
     ("optimizer=torch.optim.AdamX", "optimizer._component_=torch.optim.AdamX", "torch.optim.Ada"),
-    ("optimizer=AdamW", "optimizer._component_=AdamW: not a dotpath", "mean torch.optim.AdamW?"),
+    (
+        "optimizer=AdamW",
+        "AdamW: not an import path",
+        "mean torch.optim.AdamW?",
+    ),
     ("metric_logger=wandb", "metric_logger._component_=wandb", "metric_logging.WandBLogger?"),
     ("sampler=no.Such", "sampler._component_=no.Such: cannot be imported", "No module named"),
     (
-        "sampler=torchtune_grpo.tiny.prepare",
+        "prepare=torchtune_grpo.tiny.prepare",
         "cannot be imported",
         "mean torchtune_grpo.models.tiny.",
     ),
@@ -231,17 +235,17 @@ def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
     (problem,) = mistakes()
     assert problem.startswith("model_dir: missing from the config; give model_dir=<value>.")
     none, empty = tmp_path / "none", tmp_path / "empty"
-    (problem,) = mistakes(f"model_dir={none}")
+    problem, *_ = mistakes(f"model_dir={none}")  # the others are of data that are not here
     assert problem.startswith(f"model_dir={none}: {none} does not exist; `tune download <model> ")
     empty.mkdir()
-    (problem,) = mistakes(f"model_dir={empty}")
+    problem, *_ = mistakes(f"model_dir={empty}")
     assert problem.startswith(f"model_dir={empty}: {empty}/config.json does not exist; `tune d")
     (empty / "small.gguf").touch()
     problem, *_ = mistakes(f"model_dir={empty}")
     assert problem.startswith(f"model_dir={empty}: {empty}/config.json does not exist; docs/model")
     (empty / "config.json").write_text('{"model_type": "no_such_type"}')
     (empty / "model.safetensors").touch()
-    (problem,) = mistakes(f"model_dir={empty}")
+    problem, *_ = mistakes(f"model_dir={empty}")
     assert "transformers cannot build a causal model from its config.json: " in problem
 
 

@@ -180,12 +180,12 @@ def test_keyword_arguments_are_bound():
             [{"_component_": "math_corectness_reward"}],
             "mean torchtune_grpo.rewards.math_correctness_r",
         ),
-        ([{"_component_": "math.pi"}], "math.pi: not a function or a class .* 3.14"),
+        ([{"_component_": "math.pi"}], "math.pi: not a function or a class"),
         ([{"_component_": FORMAT}] * 2, r"rewards\[1\]\.name=.math_format_reward."),
         ([{"_component_": FORMAT, "weight": math.nan}], r"rewards\[0\]\.weight=nan: .* finite"),
         (
             [{"_component_": FORMAT, "wieght": 0.1}],
-            r"rewards\[0\]\.wieght=0.1.*Did you mean weight\?.*Valid here: \['name', 'weight'",
+            r"rewards\[0\]\.wieght=0.1.*Did you mean weight\?.*It takes name, weight",
         ),
         ([{"_component_": FORMAT, "prompts": 1}], r"rewards\[0\]\.prompts=1"),
         ([{"_component_": f"{__name__}.Bonus", "valeu": 1}], r"valeu=1.*Did you mean value\?"),
@@ -198,7 +198,7 @@ def test_keyword_arguments_are_bound():
         ([{"_component_": f"{__name__}.Bonus"}], r"rewards\[0\]: could not construct .*'value'"),
         (
             [{"_component_": f"{__name__}.compute_score"}],  # verl's
-            r"missing a required argument: 'data_source'. A reward is f\(prompts, completions, ",
+            r"compute_score has no argument `completions`; write f\(prompts, completions, ",
         ),
     ],
 )

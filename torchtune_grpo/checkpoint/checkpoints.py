@@ -92,7 +92,7 @@ class Checkpoints:
         """
         copy = self._folder / BASE_COPY
         failing = f"output_dir={self._folder}: a copy of checkpointer.checkpoint_dir={self._base}"
-        remedy = "Mend that folder, or give output_dir room and rights."
+        remedy = "Free some space, check permissions, or choose another output_dir."
         with files.staging(self._folder, failing=failing, remedy=remedy) as folder:
             _copy_base_files(self._base, folder)
             _name_stop_tokens(folder, stop_tokens)

@@ -148,7 +148,7 @@ def staging(output_dir: Path, *, failing: str, remedy: str) -> Iterator[Path]:
     except Exception as error:
         # torch.save raises an error of its own while it handles the file's error.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise CheckpointError(f"{failing} is not saved: {cause}. {remedy}") from error
+        raise CheckpointError(f"{failing} could not be written: {cause}. {remedy}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,26 +13,53 @@ from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import markdown_table
 from torchtune_grpo.config.command_line import extend_import_path, load_config
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import ConfigError, to_json, visible
+from torchtune_grpo.config.text import ConfigError, shortened, to_json, told, visible
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.run import Run
 
 CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
 
 
-def add_run(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a run and change its config."""
-    told = "name of a shipped config, a file, or the folder of a run"
-    parser.add_argument("run", nargs=nargs, help=told)
+    what = "name of a shipped config, a file, or the folder of a run"
+    parser.add_argument("run", nargs="?", help=what)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the config, as for `tune run`"
     )
+    parser.add_argument("--config", metavar="RUN", help="the same as RUN alone, as for `tune run`")
+
+
+def parse(parser: argparse.ArgumentParser, *, needs_run: bool = True) -> argparse.Namespace:
+    """Read the command line of a command that ``add_run`` has given its arguments."""
+    args = parser.parse_intermixed_args()
+    if args.config is not None:
+        args.overrides = [*filter(None, [args.run]), *args.overrides]
+        args.run = args.config
+    if args.run is None and needs_run:
+        parser.error("name a shipped config, a file, or the folder of a run")
+    return args
+
+
+def count(text: str) -> int:
+    """Read a number above 0 from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
+    return int(text)
 
 
 def named_config(args: argparse.Namespace) -> DictConfig:
     """Return the config that the arguments name."""
     name, overrides = args.run, list(args.overrides)
-    if Path(name).is_dir():
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / CONFIG_FILE).is_file():
+            what = f"no run, as it has no {CONFIG_FILE}; give the output_dir of one"
+            if (folder.parent / CONFIG_FILE).is_file():
+                what = f"a folder of a run; give {folder.parent} and --checkpoint {folder.name}"
+            elif (folder / "config.json").is_file():
+                what = f"a model, and no run; give a config and model_dir={folder}"
+            raise ValueError(f"{folder}: {what}.")
         name, overrides = str(Path(name, CONFIG_FILE)), [f"output_dir={name}", *overrides]
     return load_config(name, overrides)
 
@@ -51,14 +79,17 @@ def run_config(args: argparse.Namespace) -> DictConfig:
 def config() -> None:
     """``torchtune-grpo config``: checks a config as the recipe would, without loading a model."""
     parser = argparse.ArgumentParser(description="Checks a config, or prints all keys.")
-    add_run(parser, nargs="?")
+    add_run(parser)
     parser.add_argument("--table", help="dotpath of a forked recipe's table, if it has its own")
     parser.add_argument(
         "--coming-from", action="store_true", help="print what TRL, verl or unsloth call the keys"
     )
-    args = parser.parse_intermixed_args()
+    args = parse(parser, needs_run=False)
     extend_import_path()
-    table = _get_component_from_path(args.table) if args.table else GRPOConfig
+    try:
+        table = _get_component_from_path(args.table) if args.table else GRPOConfig
+    except Exception as error:
+        raise ValueError(f"--table={args.table}: cannot be imported: {told(error)}.") from error
     if args.coming_from or args.run is None:
         print(aliases.markdown() if args.coming_from else markdown_table(table))
         return
@@ -86,10 +117,13 @@ def sample() -> None:
     parser = argparse.ArgumentParser(description="Prints what a policy answers.")
     add_run(parser)
     parser.add_argument("--prompt", action="append", default=[], help="may be repeated")
-    parser.add_argument("--num-prompts", type=int, default=1, help="of the data set (default: 1)")
-    parser.add_argument("--samples", type=int, help="for each prompt (default: grpo_samples)")
+    parser.add_argument("--num-prompts", type=count, default=1, help="of the data set (default: 1)")
+    parser.add_argument("--samples", type=count, help="for each prompt (default: grpo_samples)")
     parser.add_argument("--base", action="store_true", help="take the weights before training")
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
+    for text in args.overrides:
+        if "=" not in text and not text.startswith("~"):
+            raise ValueError(f"{text}: not key=value; for a prompt, write --prompt {text!r}.")
     if Path(args.run, "config.json").is_file():
         # New adapters change nothing. There is no run, so output_dir need not exist.
         model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
@@ -116,8 +150,8 @@ def _do_without_data(cfg: DictConfig, args: argparse.Namespace) -> None:
 
 
 def _print_samples(run: Run, args: argparse.Namespace) -> None:
-    count = min(args.num_prompts, len(run.dataset))
-    items = run.items_of(args.prompt) if args.prompt else [run.dataset[i] for i in range(count)]
+    first = range(min(args.num_prompts, len(run.dataset)))
+    items = run.items_of(args.prompt) if args.prompt else [run.dataset[i] for i in first]
     group_size = args.samples or run.cfg.grpo_samples
     rows = run.answer(
         run.load_engine(None if args.base else run.newest_checkpoint()),
@@ -126,7 +160,7 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
         params=run.cfg.sampling_params,
         seed=run.cfg.seed,
     )
-    verdicts = [""] * rows.num_rows
+    verdicts, read = [""] * rows.num_rows, list[str]()
     if not args.prompt:
         scores = run.rewards(
             prompts=rows.prompts,
@@ -134,14 +168,22 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
             columns=rows.columns,
             completion_ids=rows.completion_ids,
         )
+        named = [dict(zip(scores.names, row, strict=True)) for row in to_json(scores.scores)]
         totals = to_json(scores.total)  # None where no reward applies
-        verdicts = [
-            ", not scored" if total is None else f", reward {total:.3f}" for total in totals
-        ]
+        verdicts = [*map(_verdict, totals, named)]
+        used = {column for reward in run.rewards.rewards for column in reward.columns}
+        read = [name for name in rows.columns if name in used]
     for row, completion in enumerate(rows.completions):
         if row % group_size == 0:
             print(f"\n=== {visible(str(rows.prompts[row]))}")
+            for name in read:
+                print(f"{name}: {shortened(str(rows.columns[name][row]), 200)}")
         length = int(rows.sampled_lengths[row])
         cut = ", cut off" if rows.truncated[row] else ""
         print(f"\n--- sample {row % group_size + 1}: {length} tokens{cut}{verdicts[row]}")
         print(visible(str(completion)))
+
+
+def _verdict(total: float | None, scores: Mapping[str, float | None]) -> str:
+    parts = ", ".join(f"{n} {'none' if s is None else f'{s:g}'}" for n, s in scores.items())
+    return f", {'not scored' if total is None else f'reward {total:.3f}'} ({parts})"

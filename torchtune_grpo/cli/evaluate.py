@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from torchtune_grpo.checkpoint.folder import all_checkpoints, checkpoint_folder, step_of
-from torchtune_grpo.cli.commands import add_run, run_config
+from torchtune_grpo.cli.commands import add_run, parse, run_config
 from torchtune_grpo.config.text import check_writable, to_json, visible, write_text
 from torchtune_grpo.evaluation.answers import KeptAnswers
 from torchtune_grpo.evaluation.evaluator import Evaluation, compare_policies, comparison_tables
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--by", metavar="COLUMN", help="also for each value of this column")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers")
     parser.add_argument("--output", type=Path, help="JSON file to write, with every answer")
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     run = _run(args)
     if args.output is not None:  # fails now, not after an hour of answers
         check_writable("--output", args.output)

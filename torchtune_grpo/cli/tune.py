@@ -68,9 +68,20 @@ def end_torchrun_briefly(run: ModuleType) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from torchtune_grpo.config.text import TRACEBACK
+    from torchtune_grpo.config.text import TRACEBACK, suggest
 
-    stock = run.Run._run_distributed
+    stock, stock_command = run.Run._run_distributed, run.Run._run_cmd
+
+    @functools.wraps(stock_command)
+    def _run_cmd(self: Any, args: Any) -> None:
+        """Take `--config=FILE` as well, and name a recipe of ours that is misspelt."""
+        if _is_ours(args.recipe):
+            parts = [arg.split("=", 1) for arg in args.recipe_args[:1]]
+            if parts and parts[0][0] == "--config":
+                args.recipe_args[:1] = parts[0]
+        elif not self._get_recipe(args.recipe) and (hint := suggest(args.recipe, RECIPES)):
+            raise SystemExit(f"Error: {args.recipe}: no recipe of this name, and no file.{hint}")
+        stock_command(self, args)
 
     @functools.wraps(stock)
     def _run_distributed(self: Any, args: Any, is_builtin: bool) -> None:
@@ -94,7 +105,7 @@ def end_torchrun_briefly(run: ModuleType) -> None:
         except (KeyboardInterrupt, SignalException) as stop:
             raise SystemExit(128 + getattr(stop, "sigval", signal.SIGINT)) from None
 
-    run.Run._run_distributed = _run_distributed
+    run.Run._run_distributed, run.Run._run_cmd = _run_distributed, _run_cmd
 
 
 def _is_ours(recipe: str) -> bool:

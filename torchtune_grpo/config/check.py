@@ -23,7 +23,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.keys import ENGINES, GRPOConfig, Keys, SamplingParams, without_effect
-from torchtune_grpo.config.text import ConfigError, map_values, noted, shortened, suggest
+from torchtune_grpo.config.text import ConfigError, map_values, noted, shortened, suggest, told
 
 log = utils.get_logger("INFO")
 Table = TypeVar("Table", bound=Keys)
@@ -96,8 +96,29 @@ def read(table: type[Table], values: Mapping[str, object]) -> Table:
     try:
         return table.model_validate(values)
     except ValidationError as error:
-        found = [_mistakes(each, table, values) for each in error.errors()]
+        found = [_mistakes(each, table, values) for each in _by_key(error.errors(), table)]
     raise ConfigError(*chain(*found))
+
+
+def _by_key(errors: Iterable[Any], table: type[Keys]) -> list[dict[str, Any]]:
+    """Join what pydantic says of each type that a key may have."""
+    known, joined = dict(key_paths(table)), dict[object, dict[str, Any]]()
+    for error in errors:
+        place = error["loc"]
+        above = ".".join(map(str, place[:-1]))
+        if isinstance(place[-1:], tuple) and above in known and _is_choice(known[above]):
+            place = place[:-1]
+        before = joined.get(place)
+        if before is None or place == error["loc"]:
+            joined[place if before is None else len(joined)] = {**error, "loc": place}
+        else:
+            before["msg"] += f", or {_message(error).removeprefix('should be ')}"
+    return [*joined.values()]
+
+
+def _is_choice(field: FieldInfo) -> bool:
+    """Whether a key may have values of several types."""
+    return typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
 
 
 def _mistakes(error: Mapping[str, Any], table: type[Keys], values: Mapping[str, Any]) -> list[str]:
@@ -115,8 +136,9 @@ def _mistakes(error: Mapping[str, Any], table: type[Keys], values: Mapping[str, 
     if error["type"] == "missing":
         return [f"{key}: missing from the config; give {key}=<value>.{meaning}"]
     if error["type"] == "model_type":
-        inner = ", ".join(path for path, _ in key_paths(table) if path.startswith(f"{key}."))
-        return [f"{key}={value!r}: this key holds others; set {inner}."]
+        inner = [path for path, _ in key_paths(table) if path.startswith(f"{key}.")]
+        listed = f"{', '.join(inner[:-1])} or {inner[-1]}"
+        return [f"{key}={value!r}: {key} is a section; set {listed}."]
     if not error["loc"]:  # keys that contradict each other
         return str(error["ctx"]["error"]).splitlines()
     return [f"{sentence(key, value, error)}{meaning}"]
@@ -128,7 +150,8 @@ def sentence(key: str, value: object, error: Mapping[str, object]) -> str:
 
 
 def _message(error: Mapping[str, object]) -> str:
-    return str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    said = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return said.replace("a valid boolean", "True or False")
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
@@ -211,11 +234,12 @@ def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) 
     try:
         component = _get_component_from_path(dotpath)
     except Exception as error:
-        why = f"cannot be imported: {error}" if "." in shown else "not a dotpath."
+        why = f"cannot be imported: {told(error)}" if "." in shown else NOT_A_PATH
         hint = component_hint(name, dotpath).replace(f"{ENGINES}.", "")
         raise ConfigError(f"{name}._component_={shown}: {why}{hint}") from error
     if not callable(component):
-        raise ConfigError(f"{name}._component_={dotpath}: not a class or function.")
+        hint = component_hint(name, dotpath)
+        raise ConfigError(f"{name}._component_={dotpath}: not a class or function.{hint}")
     accepted = parameters(dotpath)
     if accepted is not None and (problems := [*_misfits(name, node, accepted, beside)]):
         raise ConfigError(*problems)
@@ -239,14 +263,23 @@ def check_imports(name: str, node: DictConfig) -> None:
                 raise ConfigError(f"{name}._component_={node._component_}: {needs}") from error
 
 
-# Modules whose classes and functions are suggested for a name that cannot be imported.
-_HOMES = (
-    *(f"torchtune_grpo.{name}" for name in ("models", "models.tiny", "models.smollm2")),
-    *(f"torchtune_grpo.{name}" for name in ("data", "rewards", "loss")),
-    ENGINES,
-    *("torchtune.training", "torchtune.training.lr_schedulers"),
-    *("torchtune.training.metric_logging", "torch.optim", "torchao.optim"),
-)
+NOT_A_PATH = "not an import path such as torch.optim.AdamW."
+# Key -> modules whose classes and functions are suggested for a name that cannot be imported.
+_HOMES = {
+    "model": ("torchtune_grpo.models",),
+    "tokenizer": ("torchtune_grpo.models",),
+    "checkpointer": ("torchtune_grpo.models", "torchtune.training"),
+    "prepare": ("torchtune_grpo.models.tiny", "torchtune_grpo.models.smollm2"),
+    "dataset": ("torchtune_grpo.data",),
+    "eval_dataset": ("torchtune_grpo.data",),
+    "sampler": ("torchtune_grpo.data",),
+    "rewards": ("torchtune_grpo.rewards",),
+    "loss": ("torchtune_grpo.loss",),
+    "rollout": (ENGINES,),
+    "lr_scheduler": ("torchtune.training.lr_schedulers",),
+    "metric_logger": ("torchtune.training.metric_logging",),
+    "optimizer": ("torch.optim", "torchao.optim"),
+}
 
 
 def component_hint(key: str, dotpath: str) -> str:
@@ -255,11 +288,14 @@ def component_hint(key: str, dotpath: str) -> str:
         return " A model's folder is model_dir."
     known = [
         f"{home}.{name}"
-        for home in _HOMES
+        for home in _HOMES.get(re.split(r"[.\[]", key)[0], ())
         for name, value in vars(importlib.import_module(home)).items()
         if callable(value) and value.__module__.startswith(home.partition(".")[0])
+        if not name.startswith("_")
     ]
-    return suggest(dotpath, known, cutoff=0.5)
+    holding = (path for path in known if dotpath.lower() in path.rpartition(".")[2].lower())
+    near = suggest(dotpath, known, cutoff=0.5)
+    return near or next((f" Did you mean {path}?" for path in holding), "")
 
 
 def _misfits(

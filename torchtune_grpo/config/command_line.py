@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -80,23 +80,22 @@ def _read_algorithm(name: str) -> DictConfig:
 
 def _read(name: str, *, folder: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     """Read a config, on top of those that its ``base_config`` and ``algorithm`` name."""
+    key = f"base_config={name}" if above else name
     path = config_files().get(name, folder / name).resolve()
     if path in above:
         raise ValueError(f"base_config={name}: {path} starts from itself; name another config.")
     if not path.is_file():
         raise ValueError(
-            f"--config {name}: no such file, nor one of {', '.join(config_files())}. For a "
-            "model's folder, set model_dir."
+            f"{key}: no such file, run or shipped config.{suggest(name, config_files())} `tune ls` "
+            "lists the configs; a model's folder goes into model_dir."
         )
     extend_import_path(path.parent)
     try:
         cfg = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ValueError(f"--config {name}: not YAML: {error}") from error
+        raise ValueError(f"{key}: not YAML: {error}") from error
     if not isinstance(cfg, DictConfig):
-        raise ValueError(
-            f"--config {name}: holds no keys; `tune cp` copies a config to start from."
-        )
+        raise ValueError(f"{key}: holds no keys; `tune cp` copies a config to start from.")
     base, algorithm = cfg.pop("base_config", None), cfg.get("algorithm")
     below = [] if base is None else [_read(str(base), folder=path.parent, above=(*above, path))]
     if isinstance(algorithm, str):  # not verl's node of this name
@@ -117,6 +116,8 @@ def _drop_replaced(base: DictConfig, cfg: DictConfig) -> None:
     """Remove nodes from ``base`` that have another component in ``cfg``."""
     for name, node in cfg.items_ex(resolve=False):
         there = base._get_node(name)
+        if isinstance(there, ListConfig) and isinstance(node, DictConfig):
+            raise ValueError(f"{name}: a mapping; give a list, each entry behind a dash.")
         if isinstance(node, DictConfig) and isinstance(there, DictConfig):
             if node.get("_component_", there.get("_component_")) != there.get("_component_"):
                 del base[name]
@@ -142,8 +143,21 @@ def apply_override(cfg: DictConfig, override: str) -> None:
             raise ValueError(f"there is no key {key[1:]}")
         del parent[name if isinstance(parent, DictConfig) else int(name)]
     except (OmegaConfBaseException, YAMLError, LookupError, TypeError, ValueError) as error:
-        why = str(error).splitlines()[0]  # omegaconf's other lines name its own types
+        # omegaconf's other lines name its own types
+        why = _no_entry(cfg, key.lstrip("~")) or str(error).splitlines()[0]
         raise ValueError(f"{override}: cannot be applied to the config: {why}") from error
+
+
+def _no_entry(cfg: DictConfig, key: str) -> str | None:
+    """Say which entries a list has, if a key is about none of them."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        name, entry = ".".join(parts[:depth]), parts[depth]
+        entries = OmegaConf.select(cfg, name, throw_on_missing=False)
+        if isinstance(entries, ListConfig) and entry not in map(str, range(len(entries))):
+            known = ", ".join(f"{name}.{n}" for n in range(len(entries)))
+            return f"{name} has {f'only {known}' if known else f'no entry; give {name}=[...]'}"
+    return None
 
 
 def set_key(cfg: DictConfig, key: str, value: object) -> None:

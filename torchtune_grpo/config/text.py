@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ _CONTROL = re.compile(
 )
 # Names of config keys whose values are never shown
 _SECRET = re.compile(r".*(token|secret|password|authorization|api_?keys?|_key)", re.IGNORECASE)
+_NOT_USERS = (str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<")
 _MAX_DEPTH = 50
 _LARGEST_INT = 2**63 - 1
 
@@ -126,6 +127,18 @@ def read_json(folder: str | Path, name: str, *, key: str) -> dict[str, Any]:
     return content
 
 
+def told(error: BaseException) -> str:
+    """Return an error of a user's module in one line, with the user's file and line if known."""
+    error = error.__cause__ or error  # torchtune wraps what an import raises
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.msg} ({Path(error.filename).name}:{error.lineno})"
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    users = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)]
+    users = [frame for frame in users if "/site-packages/" not in frame[0]]
+    place = f" ({Path(users[-1][0]).name}:{users[-1][1]})" if users else ""
+    return " ".join(describe(error).split()) + place
+
+
 def check_writable(key: str, file: Path) -> None:
     """Raise a ValueError if ``write_text`` could not write a file that ``key`` names."""
     if file.is_dir():
@@ -134,8 +147,8 @@ def check_writable(key: str, file: Path) -> None:
         raise ValueError(f"{key}={file}: there is no folder {file.parent}; make it first.")
     try:
         write_text(file.with_name(f".{file.name}.try"), "").unlink()
-    except OSError as error:
-        raise ValueError(f"{key}={file}: {error.strerror}; name another file.") from error
+    except ValueError as error:
+        raise ValueError(f"{key}={error}") from error
 
 
 def write_text(file: Path, text: str) -> Path:
@@ -145,9 +158,11 @@ def write_text(file: Path, text: str) -> Path:
         beside.write_text(text, encoding="utf-8")
         return beside.replace(file)
     except OSError as error:
-        raise OSError(error.errno, f"{file}: {error.strerror}") from error
+        remedy = "Free some space, check permissions, or choose another place."
+        raise ValueError(f"{file}: could not be written: {error.strerror}. {remedy}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
 
 
 def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
@@ -235,6 +250,9 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
     """
     try:
         yield
+    except BrokenPipeError:  # `| head` has read enough; nor can Python's own flush write more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except Exception as error:
         trace = traceback.format_exc()
         file = keep(trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import string
 import time
 from array import array
@@ -36,6 +37,11 @@ log = get_logger("INFO")
 
 # Columns with which TRL changes the prompt.
 _OF_PROMPTS = ("image", "images", "tools", "chat_template_kwargs")
+_ELSEWHERE = {
+    "path": "source names the file, folder or data set",
+    "shuffle": "rows come in a random order anyway, unless sampler says otherwise",
+}
+_VALUE = re.compile(r"""=('.*'|".*"|\S*?)(?=:? )""")  # in what is wrong with a row
 _REPORT_SECONDS = 10  # between two log lines while data take long to read
 _FIRST = 10_000  # rows that are read at the start, in two seconds, so that mistakes surface
 
@@ -124,6 +130,8 @@ class RLDataset(Dataset[Item]):
             raise ValueError(f"num_samples={num_samples}: give 1 or more, or null for all rows.")
         known = signature(RLDataset).parameters
         for key, value in load_dataset_kwargs.items():
+            if key in _ELSEWHERE:
+                raise ValueError(f"{key}={value!r}: unknown argument; {_ELSEWHERE[key]}.")
             if hint := suggest(key, known, cutoff=0.8):
                 raise ValueError(f"{key}={value!r}: unknown argument.{hint}")
         self.encoder = PromptEncoder(
@@ -235,11 +243,12 @@ class RLDataset(Dataset[Item]):
     ) -> None:
         """Leave out rows and log why; raise a ValueError if they are more than ``most``."""
         numbers = defaultdict[str, list[int]](list)
-        for number, why in faults.items():
-            numbers[shortened(why, 200)].append(number)
+        for number, why in faults.items():  # of values that are wrong alike, one is an example
+            numbers[_VALUE.sub("", why)].append(number)
         reasons = "; ".join(
-            f"{why} (row {n[0]})" if len(n) == 1 else f"{why} ({len(n)} rows, first {n[0]})"
-            for why, n in numbers.items()
+            f"{shortened(faults[n[0]], 200)} "
+            + (f"(row {n[0]})" if len(n) == 1 else f"({len(n)} rows, first {n[0]})")
+            for n in numbers.values()
         )
         said = f"{len(faults)} of {of} rows (counted from 0) are left out: "
         said = f"{where}: {said}{shortened(reasons, 600)}."
@@ -304,8 +313,8 @@ class RLDataset(Dataset[Item]):
                     _field({} if key == "prompt_template" else row, name)
                 except BadRow:
                     there = f"there is no column {name!r} among {sorted(row)}."
-                    if not name.isidentifier():  # as in \boxed{} or JSON
-                        there += " Write literal braces as {{ and }}."
+                    if not re.fullmatch(r"\w+(\.\w+)*", name):  # as in \boxed{} or JSON
+                        there = f"{{{name}}} is no column. Write literal braces as {{{{ and }}}}."
                     raise ValueError(f"{key}: {there}") from None
         taken = {self._prompt_column, *self._renamed.values(), *self._renamed}
         sources = self._renamed | {name: name for name in row if name not in taken}
@@ -324,7 +333,13 @@ class RLDataset(Dataset[Item]):
                 if self._template != "{prompt}":
                     raise BadRow(f"prompt_template={self._template!r} takes no list of messages")
                 return check_messages(prompt)
-            row = {**row, "prompt": check_text(prompt, f"column {self._prompt_column!r}")}
+            text = check_text(prompt, f"column {self._prompt_column!r}")
+            if re.match(r'\s*\[\s*\{\s*"(role|content|from)"', text):
+                raise BadRow(
+                    f"column {self._prompt_column!r} holds messages as text; give JSON lines with "
+                    "lists, or a transform that parses them"
+                )
+            row = {**row, "prompt": text}
         values = {name: _as_written(row[name], name) for name in self._fields}
         return check_text(self._template.format(**values), "the prompt")
 

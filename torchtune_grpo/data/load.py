@@ -47,8 +47,17 @@ def load_rows(
     try:
         return _load(source, split, data_files, options)
     except Exception as error:  # from parsers, the file system or the network
-        cause = shortened(describe(error.__cause__ or error), 400)
+        cause = shortened(_cause(error, source), 400)
         raise ValueError(f"{origin(source, data_files)}, split={split!r}: {cause}") from error
+
+
+def _cause(error: Exception, source: str) -> str:
+    """Return why rows could not be loaded, with the remedy where it is known."""
+    if isinstance(error, UnicodeError):
+        return f"the file is not in UTF-8; set encoding, as to latin-1 or utf-16 ({error})"
+    if isinstance(error, ImportError) and "://" in source:
+        return f"download the file, and give its path ({error})"
+    return describe(error.__cause__ or error).removeprefix("ValueError: ")
 
 
 def as_sequence(rows: Any, num_samples: int | None) -> Sequence[Any]:
@@ -110,8 +119,8 @@ def _named(data: object, name: str) -> Mapping[str, object]:
     """Return data by split; those without splits are one of any name that is not misspelt."""
     if isinstance(data, Mapping):
         return data
-    if name not in _SPLITS and (hint := suggest(name, _SPLITS, cutoff=0.7)):
-        raise ValueError(f"the data have no splits, so any name will do, but not this one.{hint}")
+    if name not in _SPLITS and suggest(name, _SPLITS, cutoff=0.7):
+        raise ValueError("the file has no splits; use train")
     return {name: data}
 
 
@@ -209,6 +218,9 @@ def _check_csv(
         with suppress(FileNotFoundError, csv.Error), opened as file:
             records = csv.reader(file, delimiter=sep, quotechar=quotechar)
             header = next(records, [])
+            other = next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), None)
+            if other is not None:
+                raise ValueError(f"{opened.path}: its header has no {sep!r}; set sep={other!r}")
             for record in records:
                 if record and len(record) != len(header):
                     raise ValueError(

@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
+from torchtune_grpo.models.tokenizer import OTHER_TOOLS
 from torchtune_grpo.trajectory import ChatMessage, message
 
 # The text of a turn, and the names of the tools -> the text around its calls, and the calls as JSON
@@ -190,8 +191,4 @@ def find_parser(template_text: Callable[[Sequence[ChatMessage]], str]) -> Parser
             return parse
     name = next((name for mark, name in _OTHERS.items() if mark in text), None)
     found = "writes no tool calls" if name is None else f"writes tool calls in another form: {name}"
-    raise ValueError(
-        f"tools: the chat template {found}. Train a model with the form of Qwen 2.5 or 3 (Hermes), "
-        "Llama 3.1 or 3.2, or Gemma 4; or give an environment that has step(text), which needs no "
-        "calls."
-    )
+    raise ValueError(f"tools: the chat template {found}. {OTHER_TOOLS}")

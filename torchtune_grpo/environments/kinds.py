@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from torchtune_grpo.config.check import arguments_of, check_component
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import EnvironmentConfig
-from torchtune_grpo.config.text import ConfigError, describe, shortened, suggest
+from torchtune_grpo.config.text import ConfigError, describe, shortened, suggest, told
 from torchtune_grpo.environments.adapters import (
     Adapter,
     InlineAdapter,
@@ -159,7 +159,7 @@ def _load(key: str, path: str) -> Any:
     try:
         return _get_component_from_path(path)
     except Exception as error:
-        raise ConfigError(f"{key}={path}: cannot be imported: {describe(error)}") from error
+        raise ConfigError(f"{key}={path}: cannot be imported: {told(error)}") from error
 
 
 def _schema(key: str, function: Callable[..., Any], is_method: bool = False) -> Mapping[str, Any]:

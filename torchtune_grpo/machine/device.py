@@ -62,7 +62,10 @@ def find_device(name: str) -> torch.device:
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Sums of a product that is split stay in float32, as the trainer's and sampler's agree.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return utils.get_device(device=name)
+    try:
+        return utils.get_device(device=name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name}: is not available here; give cpu or cuda.") from error
 
 
 @cache

@@ -21,6 +21,12 @@ _TODAY = date(2024, 7, 26)
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
+OTHER_TOOLS = (
+    "Train a model with the form of Qwen 2.5 or 3 (Hermes), Llama 3.1 or 3.2, or Gemma 4; or give "
+    "an environment that has step(text), which needs no calls."
+)
+
+
 class HFTokenizer:
     """The tokenizer of a model's folder, as transformers reads it, with the model's chat template.
 
@@ -110,8 +116,8 @@ class HFTokenizer:
         other = copy.copy(self)
         other._template_kwargs = {**self._template_kwargs, "tools": [*tools]}
         other._template = other._dateless_template()
-        if tools and other._template is not None:
-            other._check_template_kwargs()
+        if tools and other._template is not None and "tools" not in other._template:
+            raise ValueError(f"tools: the chat template describes no tools. {OTHER_TOOLS}")
         return other
 
     @property

@@ -393,9 +393,10 @@ def rewards(run: History) -> Signs:
         if weight and is_bad:
             said = "None" if none == 1 else f"{level:.3g}"
             remedy = "Correct what it looks for, or leave it out, unless it cannot be better."
-            if decides:
-                remedy = "It tells no answer from another, so nothing is learned: correct it."
             evidence = f"{name} has been {said} on all rows so far."
+            if decides:
+                evidence = f"{name} was {said} for every answer so far, so nothing is learned."
+                remedy = "Fix that reward."
             yield Sign("reward_constant", evidence, key, remedy)
 
 

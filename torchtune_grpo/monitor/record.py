@@ -77,10 +77,7 @@ class FindingEvent(Event, Finding):
     event: Literal["begins", "ends"]
 
 
-STILL_THE_BASE = (
-    "No step had a gradient and a learning rate above 0: apart from weight decay, this is still "
-    "the base model."
-)
+STILL_THE_BASE = "Nothing was learned: no step had a gradient, or the learning rate was 0."
 
 
 def changes_weights(step: Measured) -> bool:

@@ -12,13 +12,12 @@ from typing import Any, Literal, TypeVar, get_args
 
 from omegaconf import OmegaConf
 from pydantic import Field
-from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.check import component_hint, read
+from torchtune_grpo.config.check import NOT_A_PATH, component_hint, read
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import Float, Keys, PositiveFloat, Text
-from torchtune_grpo.config.text import ConfigError, describe, suggest
+from torchtune_grpo.config.text import ConfigError, describe, suggest, told
 from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import MAX_WORKERS, FunctionWorker, WorkerPool
 from torchtune_grpo.trajectory import Completion, Prompt
@@ -191,7 +190,7 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
     component, signature = _load(path, key, given)
     is_class, takes_any = inspect.isclass(component), _takes_any_keyword(signature)
     if not (is_class and takes_any):
-        _check_arguments(component, arguments, key, [*_keywords(signature), *table.model_fields])
+        _check_arguments(path, arguments, key, [*_keywords(signature), *table.model_fields])
     # A function that takes neither **columns nor completions makes a reward, and is not one.
     makes = is_class or not (takes_any or {*GIVEN[:3]} & signature.parameters.keys())
     function: RewardFunction = partial(component, **arguments) if arguments else component
@@ -201,8 +200,11 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
             # Only the workers make an object that is for them.
             function = component if is_class and own.isolation else component(**arguments)
         except (TypeError, ValueError) as error:
-            wanted = "" if is_class else " A reward is f(prompts, completions, **columns)."
-            raise ValueError(f"{key}: could not construct {path}: {error}.{wanted}") from error
+            what = f"could not construct {path}: {error}."
+            if not is_class:
+                form = "write f(prompts, completions, **columns)"
+                what = f"{path} has no argument `completions`; {form}."
+            raise ValueError(f"{key}: {what}") from error
     workers = None
     if isinstance(own, _IsolatedKeys):
         make = partial(FunctionWorker, path, arguments, makes=makes, timeout=own.timeout)
@@ -217,18 +219,19 @@ def _load(path: str, key: str, given: Any) -> tuple[Callable[..., Any], inspect.
     """Load a component, unless it is given, and its signature."""
     extend_import_path()
     try:
-        component: Callable[..., object] = (
-            _get_component_from_path(path) if given is None else given
-        )
+        component: Any = _get_component_from_path(path) if given is None else given
+        if not callable(component):
+            raise ConfigError(f"{key}._component_={path}: not a function or a class.")
         return component, inspect.signature(component)
-    except (InstantiationError, ValueError, TypeError) as error:
-        why = f"not a function or a class that can be loaded: {error}"
-        why = why if "." in path else "not a dotpath."
+    except ConfigError:
+        raise
+    except Exception as error:  # of a user's module
+        why = f"cannot be imported: {told(error)}" if "." in path else NOT_A_PATH
         raise ValueError(f"{key}._component_={path}: {why}{component_hint(key, path)}") from error
 
 
 def _check_arguments(
-    component: Callable[..., object], arguments: Mapping[str, object], key: str, known: list[str]
+    path: str, arguments: Mapping[str, object], key: str, known: list[str]
 ) -> None:
     """Refuse a misspelt key, which a reward's ``**columns`` would swallow."""
     for name, value in arguments.items():
@@ -236,8 +239,8 @@ def _check_arguments(
             is_ours = name in _IsolatedKeys.model_fields
             hint = " It goes with isolation: process." if is_ours else suggest(name, known)
             raise ValueError(
-                f"{key}.{name}={value!r}: {component!r} has no such argument.{hint} Valid here: "
-                f"{known}."
+                f"{key}.{name}={value!r}: {path} has no such argument.{hint} It takes "
+                f"{', '.join(known)}."
             )
 
 

@@ -197,8 +197,8 @@ class RewardSet:
             )
         if wanted is False or not decides or not others:
             return None
-        text = f"{', '.join(others)}: only train groups in which {reward.name} differs, once it "
-        log_rank_zero(log, f"{text}has (objective.outcome_gate).")
+        text = f"Groups in which {reward.name} is the same for all are skipped, so that "
+        log_rank_zero(log, f"{text}{', '.join(others)} alone trains none (objective.outcome_gate).")
         return reward.name
 
     def check_data(self, dataset: PromptData, *, key: str) -> None:
@@ -348,6 +348,10 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
             for reward in scoring
             if reward.reward_range
         }
+        for reward in deciding:
+            if reward.weight * reward.reward_gap < 0:
+                key = f"rewards.{rewards.index(reward)}.weight={reward.weight:g}"
+                raise ValueError(f"{key}: wrong answers would score above right ones.")
         if deciding and sum(spans.values()) >= gap:
             listed = ", ".join(f"{name} {span:g}" for name, span in spans.items())
             raise ValueError(

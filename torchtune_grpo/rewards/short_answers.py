@@ -59,12 +59,12 @@ def _golds(gold: object, read: Callable[[str], str | None]) -> set[str | None]:
 
 
 def _compares(
-    read: Callable[[str], str | None], answer_of: Callable[[str], str | None]
+    read: Callable[[str], str | None], answer_of: Callable[[str], str | None], *, wanted: str
 ) -> Callable[[F], F]:
     """Declare a reward for golds that ``read`` reads, and completions that ``answer_of`` does."""
 
     def fault(*, answer: object) -> str | None:
-        return None if _golds(answer, read) else f"answer={shortened(repr(answer))} is no answer"
+        return None if _golds(answer, read) else f"answer={shortened(repr(answer))}: give {wanted}"
 
     return declares(reads="text", decides=True, check_row=fault, answer_of=answer_of)
 
@@ -77,7 +77,7 @@ def _stated_text(text: str) -> str | None:
     return agreed(text, read_text)
 
 
-@_compares(read_letter, _stated_letter)
+@_compares(read_letter, _stated_letter, wanted="a letter, not an index or the option's text")
 def choice_reward(
     prompts: list[str], completions: list[str], *, answer: list[object], **columns: object
 ) -> list[float]:
@@ -86,7 +86,7 @@ def choice_reward(
     return [float(_stated_letter(text) in _golds(gold, read_letter)) for text, gold in pairs]
 
 
-@_compares(read_text, _stated_text)
+@_compares(read_text, _stated_text, wanted="a text, or a list of texts")
 def short_text_reward(
     prompts: list[str], completions: list[str], *, answer: list[object], **columns: object
 ) -> list[float]:

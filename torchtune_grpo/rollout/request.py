@@ -217,8 +217,6 @@ def sample_groups(
     whole conversation. Raises Interrupted on all ranks if the run is to end, and a ValueError if
     all conversations have failed.
     """
-    if environment is not None and not engine.capabilities().turns:
-        raise ValueError(f"rollout.engine: {type(engine).__name__} {ONE_TURN}")
     stop_tokens = tokenizer.stop_tokens
     decode = partial(decode_tokens, tokenizer)
     keys = row_keys(

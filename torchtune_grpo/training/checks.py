@@ -124,6 +124,8 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
 
 def _check_sizes(cfg: GRPOConfig, model: TransformerDecoder | TransformersModel) -> None:
     size, width = model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim
+    if any(getattr(module, "rank", 1) < 1 for module in model.modules()):
+        raise ValueError("model.lora_rank=0: give 1 or more.")
     if any(getattr(module, "rank", 0) > width for module in model.modules()):
         raise ValueError(f"model: lora_rank is above the model's width of {width}; lower it.")
     if any(token >= size for token in cfg.sampling.suppressed_tokens):

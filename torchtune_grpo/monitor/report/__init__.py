@@ -34,7 +34,7 @@ _FILTERS = (
     ("wrong", "well-formed, wrong", "The format's reward is full, the answer is wrong."),
     ("cut", "cut off", "Ended by a limit on their tokens or by the deadline."),
     ("failed", "failed reward", "A reward raised, timed out or returned no number."),
-    ("gap", "largest gap", "Sampler and trainer disagree most about these."),
+    ("gap", "sampler and trainer differ most", "Their log-probs do; rounding makes 0.01 to 0.03."),
 )
 
 Table = dict[str, Any]  # title, head, rows; what an empty one says; whether it is folded
