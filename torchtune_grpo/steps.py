@@ -158,6 +158,6 @@ class Steps:
             self._parts.policy,
             state,
             step=self.done,
-            results=self._run.recorder.results,
+            about={"results": self._run.recorder.results, "asked": self._run.dataset.asked},
         )
         utils.log_rank_zero(log, f"Saved {folder}")

@@ -71,6 +71,7 @@ class Completion:
     failed_calls: int = 0
     error: str | None = None  # of the environment's code, which has ended it
     shares_prompt: bool = True  # with the first of its group
+    inline: Sequence[str] = ()  # the environment's texts within the policy's message
 
     @classmethod
     def of(cls, completion: str | Completion, ended: str = "") -> Completion:

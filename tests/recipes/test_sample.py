@@ -1,5 +1,7 @@
 """`torchtune-grpo sample` shows what a policy says: base weights, then trained ones."""
 
+import re
+
 import pytest
 from hf_models import hf_folder
 from hf_tokenizers import write_tokenizer
@@ -83,3 +85,18 @@ def test_a_run_whose_rows_were_in_memory_can_be_sampled(tmp_path):
     run("mine.py", cwd=tmp_path)
     said = run("-m", "torchtune_grpo", "sample", "out", "--prompt", "1+1=", cwd=tmp_path).out
     assert "out/step_000001" in said and "\n<think>" in said
+
+
+def test_a_checkpoint_is_asked_as_in_training(tmp_path):
+    """By its folder alone; the card says how, and the command line may say otherwise."""
+    small = "num_steps=1 batch_size=2 grpo_samples=2 max_generated_tokens=4 device=cpu".split()
+    form = ["dataset.system_prompt=Be brief.", "output_dir=out"]
+    run("-m", "torchtune_grpo", "train", "tiny_arithmetic_grpo", *small, *form, "eval_dataset=null",
+        "model_dir=tiny", cwd=tmp_path)  # fmt: skip
+    card = (tmp_path / "out/step_000001/README.md").read_text()
+    assert "## How to ask it" in card and "- system_prompt: 'Be brief.'" in card
+    assert "- prefill: '<think>'" in card and "prompt_template" not in card.partition("```yaml")[0]
+    ask = ["-m", "torchtune_grpo", "sample", "out/step_000001", "--prompt", "3 + 4?"]
+    ask += ["--samples", "1", "device=cpu", "max_generated_tokens=4"]
+    assert re.search(r"tokens.*\n<think>", run(*ask, cwd=tmp_path).out)
+    assert re.search(r"tokens.*\n7", run(*ask, "dataset.prefill=7", cwd=tmp_path).out)

@@ -80,6 +80,9 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
     found, problems = beside(
         page_of(tmp_path),
         """
+        const deep = (node) => [...node.querySelectorAll("*"),
+          ...(node.shadowRoot?.querySelectorAll("*") ?? [])].flatMap((each) =>
+            each.shadowRoot ? [each, ...deep(each)] : [each]);
         const byId = (id) => page.document.getElementById(id);
         function choose(id, value) {
           byId(id).value = value;
@@ -94,12 +97,13 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
         const found = {
           chips: chips(),
           drawn: all(".plot").length,
+          stops: all(".plot").flatMap(deep).filter((each) => each.tabIndex >= 0).length,
           headline: all("h1")[0].textContent,
           findings: all(".finding").length,
           step: choose("step", "12"),
           chips_of_step: chips(),
           steps: choose("step", ""),
-          filters: ["right, ill", "well-formed, wrong", "cut off", "failed reward", "largest gap",
+          filters: ["right, ill", "well-formed, wrong", "cut off", "failed reward", "sampler and",
             "informative", "informative"].map(click),
           more: (choose("prompt", ""), all("#groups > button")[0].click(),
             all(".group").indexOf(page.document.activeElement)),
@@ -139,8 +143,8 @@ def test_it_draws_filters_zooms_and_asks_for_nothing(tmp_path, beside):
         """,
     )
     assert found["drawn"] == 13 and found["headline"].startswith("Held-out accuracy")
-    assert found["findings"] == 2
-    assert found["chips"][-1] == "largest gap (20)" and found["empty"] > 0
+    assert found["findings"] == 2 and found["stops"] == 0
+    assert found["chips"][-1] == "sampler and trainer differ most (20)" and found["empty"] > 0
     assert found["chips_of_step"] != found["chips"], "they count in what is shown"
     assert found["step"] == ["Step 12, prompt #0", "Step 12, prompt #1"]
     assert found["steps"][0].startswith("Step 12")

@@ -1,5 +1,6 @@
 """The page of a run: what it says, what it holds of a long run, and what it makes of anything."""
 
+import html
 import json
 import re
 import sys
@@ -121,6 +122,54 @@ def test_findings_that_are_open_come_first(tmp_path):
         ("truncated", 3, 9),
     ]
     assert found[0]["key"] == "rewards.0.workers" and found[1]["remedy"].startswith("Set max_")
+
+
+def test_without_javascript_the_verdict_can_be_read(tmp_path):
+    """So can the run's name; whoever wrote a text, it is no HTML."""
+    folder = write_hostile_run(tmp_path / "<b>")
+    data = of_run(folder)
+    text = (folder / "run.html").read_text(encoding="utf-8")
+    (static,) = re.findall('<section id="verdict">(.*?)</section>', text, re.S)
+    assert (
+        f"<h1>{html.escape(data['verdict']['headline'])}</h1><p>" in static
+        and "&lt;/script&gt;" in static
+    )
+    assert {*re.findall("<[^>]*>", static)} == {"<h1>", "</h1>", "<p>", "</p>"}
+    assert '<span id="name">&lt;b&gt;</span>' in text
+
+
+def test_what_a_run_cannot_do_is_not_shown(tmp_path):
+    """Tokens clipped at one epoch, shares of more than 1, no step in a run that is over."""
+    step = {
+        "kind": "step",
+        "reward": 0.9,
+        "reward_std_in_group": 0.4,
+        "clip_ratio/region_mean": 0.0,
+    }
+    steps = [{**step, "step": n} for n in (1, 2)]
+    data = of_events(tmp_path, *steps, evaluation(2, accuracy=[0, 1]))
+    (reward,) = panel(data, "Reward")["lines"]
+    assert (reward["low"], reward["high"]) == ([0.5, 0.5], [1.0, 1.0])
+    titles = [each["title"] for each in data["panels"]]
+    assert "Clipped tokens" not in titles
+    steps[1]["clip_ratio/region_mean"] = 0.01
+    assert "Clipped tokens" in [each["title"] for each in of_events(tmp_path, *steps)["panels"]]
+    scored = {"kind": "step", "step": 1, "kl": 0.1}
+    assert of_events(tmp_path, scored)["verdict"]["headline"] == "No answer has had a reward yet."
+
+
+def test_the_texts_of_an_inline_environment_stand_apart(tmp_path):
+    write_run(tmp_path, steps=1)
+    said = "I search <q>a</q>\n<r>b</r> so <q>c</q>\n<r>d</r> it is b."
+    row = completion(0, 1.0, 1.0, completion=said, inline=["\n<r>b</r>", "\n<r>d</r>"])
+    row["messages"] = [{"role": "assistant", "content": said}]
+    write_lines(tmp_path / COMPLETIONS_FILE, [row])
+    (shown,) = of_run(tmp_path)["groups"][0]["rows"]
+    lines = [line for line in shown["text"].splitlines() if line]
+    assert lines == [
+        *("I search <q>a</q>", "[environment] <r>b</r>"),
+        *(" so <q>c</q>", "[environment] <r>d</r>", " it is b."),
+    ]
 
 
 def test_curves_hold_the_numbers_of_the_metrics(tmp_path):

@@ -164,11 +164,11 @@ class Checkpoints:
         training_state: Mapping[str, object],
         *,
         step: int,
-        results: str = "",
+        about: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write ``step_<n>`` beside the others and rename it into place when it is complete.
 
-        ``training_state`` holds tensors and plain values; ``results`` is a text for the model card.
+        ``training_state`` holds tensors and plain values; ``about`` is for the model card.
         """
         weights = resume.whole_on_first_rank(model.state_dict())
         target = files.checkpoint_folder(self._folder, step)
@@ -177,7 +177,7 @@ class Checkpoints:
             remedy = "Earlier checkpoints are as they were; what was half written is deleted."
             with lock.writing(self._folder):
                 with files.staging(self._folder, failing=str(target), remedy=remedy) as folder:
-                    self._write(folder, model, weights, training_state, step, results)
+                    self._write(folder, model, weights, training_state, step, about or {})
                     files.publish(folder, target)
                 files.link_best(self._folder, self.best)
 
@@ -245,7 +245,7 @@ class Checkpoints:
         weights: Mapping[str, Tensor],
         training_state: Mapping[str, object],
         step: int,
-        results: str,
+        about: Mapping[str, Any],
     ) -> None:
         names = adapter_names(model)
         bad = [name for name in names or weights if not weights[name].isfinite().all()]
@@ -270,13 +270,13 @@ class Checkpoints:
             )
         is_quantized = bool(adapter) and bool(model_settings(model)["quantize_base"])
         ModelCard(
-            self._run_config,
-            results,
-            step,
-            self._base_name,
+            config=self._run_config,
+            step=step,
+            base=self._base_name,
             has_weights=is_whole,
             has_adapter=bool(adapter),
             is_quantized=is_quantized,
+            **about,
         ).save(folder)
         with (folder / STATE_FILE).open("wb") as file:
             torch.save({**training_state, "adapter": adapter}, file)

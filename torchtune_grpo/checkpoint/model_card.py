@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder
@@ -39,7 +39,7 @@ Trained by reinforcement learning from verifiable rewards
 ```python
 {code}
 ```
-{more}
+{more}{asked}
 ## How it was trained
 
 {note}```yaml
@@ -79,12 +79,13 @@ class ModelCard:
     """
 
     config: Mapping[str, object]  # by dotted key
-    results: str  # what training has changed
     step: int
     base: str
     has_weights: bool
     has_adapter: bool
     is_quantized: bool
+    results: str = ""  # what training has changed
+    asked: Mapping[str, object] = field(default_factory=dict)  # how its prompts were written
 
     @classmethod
     def load(cls, checkpoint: Path) -> ModelCard:
@@ -127,9 +128,17 @@ class ModelCard:
             results=self.results,
             code=self._code(base, place, adapter),
             more=f"\n{more}\n" if self.has_weights and self.has_adapter else "",
+            asked=self._form,
             note="`run_config.json` has all keys.\n\n" if repo is None else "",
             config="\n".join(self._keys(is_public=repo is not None)),
         )
+
+    @property
+    def _form(self) -> str:
+        """Return what a prompt is to look like, if not like a user's plain message."""
+        plain = {"prompt_template": "{prompt}", "chat": True}
+        lines = [f"- {n}: {v!r}\n" for n, v in self.asked.items() if v and plain.get(n) != v]
+        return f"\n## How to ask it\n\nAs in training:\n\n{''.join(lines)}" if lines else ""
 
     def _code(self, base: str, place: str, adapter: str) -> str:
         """Return the lines that load it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_grpo.checkpoint.model_card import CARD_FILE, ModelCard
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import markdown_table
 from torchtune_grpo.config.command_line import extend_import_path, load_config
@@ -112,7 +113,8 @@ def sample() -> None:
     Prompts are encoded like those of the config's data set: system prompt, chat format and prefill.
     Without a prompt, the data set's first ones are taken, and the rewards score the responses. The
     weights are those of the newest checkpoint in ``output_dir``; before the first checkpoint, or
-    with ``--base``, those that training starts from. A model's folder can replace the config.
+    with ``--base``, those that training starts from. A model's folder can replace the config; a
+    checkpoint's knows how it was asked in training.
     """
     parser = argparse.ArgumentParser(description="Prints what a policy answers.")
     add_run(parser)
@@ -124,12 +126,17 @@ def sample() -> None:
     for text in args.overrides:
         if "=" not in text and not text.startswith("~"):
             raise ValueError(f"{text}: not key=value; for a prompt, write --prompt {text!r}.")
-    if Path(args.run, "config.json").is_file():
+    folder = Path(args.run)
+    asked: Mapping[str, object] = {}
+    if (folder / "config.json").is_file():
         # New adapters change nothing. There is no run, so output_dir need not exist.
         model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
         data = "dataset={_component_: torchtune_grpo.data.RLDataset}"
         args.run, args.overrides = "hf_lora_grpo", [*model, data, *args.overrides]
+        if (folder / CARD_FILE).is_file():  # a checkpoint, which is asked as in training
+            asked = ModelCard.load(folder).asked
     cfg = run_config(args)
+    cfg.dataset = {**asked, **cfg.dataset}
     has_rows = cfg.dataset.get("source") is not None or cfg.dataset.get("rows") is not None
     if cfg.dataset._component_.endswith(".RLDataset") and not has_rows:
         _do_without_data(cfg, args)

@@ -69,6 +69,7 @@ class PromptData(Protocol):
     """
 
     prefill: str
+    asked: Mapping[str, object]  # arguments of RLDataset that say how a prompt is written
     row_numbers: Sequence[Any]
 
     @property
@@ -138,6 +139,9 @@ class RLDataset(Dataset[Item]):
             tokenizer, chat=chat, system_prompt=system_prompt, prefill=prefill or ""
         )
         self.prefill = self.encoder.prefill
+        form = (system_prompt, prompt_template, chat, prefill or "")
+        names = ("system_prompt", "prompt_template", "chat", "prefill")
+        self.asked: Mapping[str, object] = dict(zip(names, form, strict=True))
         self._limits = {
             "max_prompt_tokens": max_prompt_tokens,
             "tokenizer.max_seq_len": getattr(tokenizer, "max_seq_len", None),

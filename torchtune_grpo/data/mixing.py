@@ -53,6 +53,7 @@ class MixedDataset(Dataset[Item]):
                 f"Rename it: columns={{other_name: {NAME_COLUMN}}}."
             )
         self._first = next(iter(self.parts.values()))
+        self.asked = self._first.asked
         self.prefill, is_chat = self._first.prefill, self._first.encoder.is_chat
         for name, part in self.parts.items():
             if part.prefill != self.prefill or part.encoder.is_chat != is_chat:

@@ -53,6 +53,7 @@ class _Row:
     error: str | None = None  # of the user's code
     work: Future[Any] | None = None
     text: str = ""  # of its last message
+    inline: list[str] = field(default_factory=list)  # replies within the policy's message
     is_closed: bool = False  # its last turn ended with a stop token
     sampled: int = 0
     shares_prompt: bool = True  # with the first row of its group
@@ -214,6 +215,8 @@ class Conversations:
         if reply.text is None:
             at.messages += reply.messages
             at.begin = at.length
+        else:
+            at.inline.append(reply.text)
         return tokens
 
     # --- The end ---------------------------------------------------------------------------------
@@ -256,6 +259,7 @@ class Conversations:
             failed_calls=at.failed_calls,
             error=at.error,
             shares_prompt=at.shares_prompt,
+            inline=at.inline,
         )
 
     def _ask_for_rewards(self) -> None:

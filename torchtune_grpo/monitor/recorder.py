@@ -265,6 +265,8 @@ class GroupRecorder:
             }
             if completion.kind:
                 record["messages"] = completion.messages
+            if completion.inline:
+                record["inline"] = completion.inline
             records.append(to_json(record))
         return records
 

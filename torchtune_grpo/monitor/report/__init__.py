@@ -166,7 +166,7 @@ def _for_page(group: list[Record]) -> Record:
 def _transcript(row: Record) -> str:
     """Return a completion, or the turns of a conversation, with its calls and their results."""
     parts = []
-    for turn in row.get("messages", ()):
+    for turn in () if row.get("inline") else row.get("messages", ()):
         if thought := turn.get("reasoning_content"):
             parts.append(f"[thinking] {thought}")
         if turn["content"] or not turn.get("tool_calls"):
@@ -175,7 +175,11 @@ def _transcript(row: Record) -> str:
         for call in turn.get("tool_calls", ()):
             function = call["function"]
             parts.append(f"[call] {function['name']}({_as_text(function['arguments'])})")
-    return "\n".join(parts) or str(row["completion"])
+    text, marked = str(row["completion"]), ""
+    for reply in row.get("inline", ()):  # what an environment has written into the response
+        before, found, text = text.partition(reply)
+        marked += f"{before}\n[environment] {found.strip()}\n"
+    return "\n".join(parts) or marked + text
 
 
 def _texts(values: Mapping[str, object]) -> list[tuple[str, object]]:
@@ -240,11 +244,26 @@ def _write(path: Path, title: str, data: Record) -> None:
         **parts,
         "policy": policy,
         "title": html.escape(visible(title)),
+        "verdict": _static(data["verdict"]),
         "data": script_json({**data, "written": written}),
     }
     # In one pass, so that inserted text is not searched again.
     text = re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], parts["page"])
     write_text(path, text)
+
+
+def _static(found: Record) -> str:
+    """Return the verdict and the open findings as HTML, which the script replaces."""
+    said = [("h1", found["headline"]), *(("p", each) for each in found["why"])]
+    for each in found["findings"]:
+        if each["until"] is None:
+            texts = (
+                f"{each['name']} since step {each['since']}:",
+                each["evidence"],
+                each["remedy"],
+            )
+            said.append(("p", " ".join(texts)))
+    return "".join(f"<{tag}>{html.escape(visible(text))}</{tag}>" for tag, text in said)
 
 
 @cache

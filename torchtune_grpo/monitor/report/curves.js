@@ -102,6 +102,14 @@ function drawPanel(panel, steps, resumes) {
   return plot;
 }
 
+// Nothing in a curve answers to a key, so none of it stops the tab key.
+function leaveTabOrder(node) {
+  for (const each of [...node.querySelectorAll("*"), ...(node.shadowRoot?.querySelectorAll("*") ?? [])]) {
+    if (each.tabIndex >= 0) each.tabIndex = -1;
+    if (each.shadowRoot) leaveTabOrder(each);
+  }
+}
+
 // Draws panel i into the element `panel-i`.
 async function drawCurves(panels, resumes, reset) {
   const last = Math.max(1, ...panels.flatMap((panel) => panel.lines.map((line) => line.steps.at(-1))));
@@ -111,6 +119,7 @@ async function drawCurves(panels, resumes, reset) {
   panels.forEach((panel) => run.add_root(drawPanel(panel, steps, resumes)));
   const places = run.roots().map((_, at) => document.getElementById(`panel-${at}`));
   await Bokeh.embed.add_document_standalone(run, document.body, places);
+  places.forEach(leaveTabOrder);
   steps.change.connect(() => {
     reset.hidden = steps.start === whole.start && steps.end === whole.end;
     // The zoom tool has fixed its panel's y axis where it was; it follows the steps again.

@@ -75,6 +75,7 @@ function finding({ name, since, until, evidence, key, remedy }) {
 
 function showVerdict({ tone, headline, why, kind, scores, facts, findings }) {
   const place = byId("verdict");
+  place.replaceChildren(); // which was there for readers without JavaScript
   const [first, ...others] = why;
   place.append(el("h1", {}, headline), el("p", { className: `why ${tone}` }, first));
   others.forEach((sentence) => place.append(el("p", {}, sentence)));

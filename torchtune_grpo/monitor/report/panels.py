@@ -40,7 +40,8 @@ def panels(run: RunRecord) -> list[Panel]:
             means = _reward_means(steps) if panel["curves"] == "rewards" else panel["curves"]
             lines = [_line(steps, name, label) for name, label in means.items()]
             _add_band(lines, steps, panel)
-        lines = [each for each in lines if any(value is not None for value in each["values"])]
+        nothing = (None, 0) if panel.get("unless") == "zero" else (None,)
+        lines = [each for each in lines if any(v not in nothing for v in each["values"])]
         if lines:
             drawn.append({**panel, "lines": _coloured(lines, panel)})
     return drawn
@@ -92,9 +93,11 @@ def _add_band(lines: list[Line], steps: list[Measured], panel: Panel) -> None:
     elif "spread" in panel:
         spreads = (metric(step, panel["spread"]) for step in steps)
         pairs = [*zip(lines[0]["values"], spreads, strict=True)]
+        known = [mean for mean, _ in pairs if mean is not None]
+        least, most = min([0.0, *known]), max([1.0, *known])  # of shares, nothing is beyond
         for end, sign in (("low", -1), ("high", 1)):
             ends = [None if mean is None or s is None else mean + sign * s for mean, s in pairs]
-            lines[0][end] = ends
+            lines[0][end] = [None if e is None else min(max(e, least), most) for e in ends]
 
 
 def _coloured(lines: list[Line], panel: Panel) -> list[Line]:

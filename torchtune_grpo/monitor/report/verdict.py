@@ -38,8 +38,12 @@ def verdict(run: RunRecord) -> dict[str, object]:
 
 def _without_evaluation(run: RunRecord) -> tuple[str, list[str]]:
     rewards = [r for each in run.steps if (r := metric(each, "reward")) is not None]
-    if not rewards:
+    if not run.steps:
         return "No step is done yet.", ["Reload this page when the run has written it anew."]
+    if not rewards:
+        return "No answer has had a reward yet.", [
+            "The findings, and each reward's curve, say why."
+        ]
     tenth = -(-len(rewards) // 10)
     first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
     return f"The training reward went from {first:.2f} to {last:.2f}.", [
