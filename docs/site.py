@@ -24,8 +24,6 @@ PAGES = {  # file of the repository -> page of the site
     "benchmarks/RESULTS.md": "measurements.md",
     "docs/metrics.toml": "metrics.md",
     "docs/findings.toml": "findings.md",
-    "torchtune_grpo/advantages.py": "api.md",
-    "torchtune_grpo/loss.py": "api.md",
     "recipes/configs": "configs.md",
     "recipes/configs/algorithms": "configs.md",
 }
@@ -92,9 +90,10 @@ FINDINGS = """# It does not learn
 
 A run says so itself: its findings stand on the terminal, in `run.jsonl` and on its page, with the
 key to change. Change one thing at a time, and [plan](plan.md) before the next run. The
-[tutorial](tutorial.md#it-does-not-learn-now-what) goes through the usual causes.
+[tutorial](tutorial.md#6-it-does-not-learn-now-what) goes through the usual causes.
 
-A finding begins when its signs have lasted so many steps, and ends after five without them.
+A finding begins when its signs have lasted as many steps as the column "For" says, and ends after
+five without them.
 "Solved": the deciding reward has a mean of 0.8.
 
 | Finding | Signs | For | Change |
@@ -123,7 +122,8 @@ def site_links(text: str, folder: Path) -> str:
 
     def moved(match: re.Match[str]) -> str:
         target = os.path.normpath(folder / match[1])
-        page = PAGES.get(target, os.path.relpath(target, "docs"))
+        code = "api.md" if target.endswith(".py") else None
+        page = PAGES.get(target, code or os.path.relpath(target, "docs"))
         return f"]({page}{match[2] or ''})"
 
     return re.sub(r"\]\((?!\w+:)([^)#\s]+)(#[^)]*)?\)", moved, text)
@@ -173,7 +173,9 @@ def findings() -> str:
 
 
 def api() -> str:
-    text = "# Classes and functions\n\nWhat a config, a script or a fork names.\n"
+    # Every word stands there, so that it would be the search's first answer to most.
+    text = "---\nsearch: {boost: 0.2}\n---\n\n# Classes and functions\n\n"
+    text += "What a config, a script or a fork names.\n"
     for title, names in CLASSES.items():
         text += f"\n## {title}\n"
         text += "".join(f"\n::: torchtune_grpo.{name}\n" for name in names)

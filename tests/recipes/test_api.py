@@ -342,3 +342,45 @@ def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
     code = "import sys; before = {*sys.modules}; import torchtune_grpo; "
     code += "print({*sys.modules} - before)"
     assert run_python("-c", code, cwd=tmp_path).out == "{'torchtune_grpo'}\n"
+
+
+MISTAKES = """
+import shutil, sys
+
+import torchtune_grpo
+
+def f(prompts, completions, **columns): return [1.0] * len(completions)
+
+class Env:
+    def step(self, text: str): return text
+
+def make(**changes):
+    given = dict(data=train, rewards=[f], output_dir="out", eval_dataset=None, **TINY)
+    return GRPO(**(given | changes))
+
+refused(lambda: make(rewards=[(f, 0.5, "n")]), "give (function, weight), or a node")
+refused(lambda: make(tools=f), "give a list, as in tools=[f]")
+refused(lambda: make(tools=[object()]), "of a tool of another library, the function that it wraps")
+refused(lambda: make(environment=Env()), "give the class, not an object of it")
+refused(lambda: make(eval_data=0.1), "eval_data=0.1: give rows, a file or a name on the hub")
+refused(lambda: make(data=[{"question": "1+1="}]), "there is no column 'prompt' among")
+try:
+    from torchtune_grpo import GRPOTrainer
+except ImportError as error:
+    assert "its trainer is GRPO" in str(error), error
+run = make(output_dir="~x")
+refused(lambda: run.push_to_hub, "`torchtune-grpo push OUTPUT_DIR NAME` uploads a checkpoint")
+refused(lambda: run.evalute, "Did you mean evaluate?")
+run = make()
+refused(lambda: run.generate("1+1=", temperature=-1), "temperature=-1: give 0 or more")
+shutil.rmtree("out")
+assert len(make(num_steps=1).generate("1+1=")) == 1  # in the same process, and the same folder
+print("all refused")
+"""
+
+
+def test_mistakes_from_python_end_in_one_line(tmp_path):
+    """Before a model is there, too; and a deleted folder can be used again."""
+    (tmp_path / "my_rewards.py").write_text(VARIED)
+    (tmp_path / "script.py").write_text(COMMON + MISTAKES)
+    assert run("script.py", cwd=tmp_path).out.endswith("all refused\n")

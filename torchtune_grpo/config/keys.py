@@ -274,7 +274,7 @@ class GRPOConfig(Keys):
     algorithm (docs/objectives.md), which the config's own keys change.
 
     On the command line, `key=value` sets a key, `rewards.0.weight=0.5` one in a list,
-    `model=my.builder` names a component, which keeps the arguments that it takes,
+    `model=my.builder` replaces a component (arguments that the new one accepts are kept),
     `eval_dataset=null` removes an optional key, `~key` any key, and `algorithm=NAME` changes the
     config's own keys.
 

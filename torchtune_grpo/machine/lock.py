@@ -26,6 +26,8 @@ class LostFolderError(RuntimeError):
 def claim(folder: Path) -> None:
     """Lock a folder until this process ends; a ValueError names the process that holds the lock."""
     folder = folder.resolve()
+    if is_lost(folder):  # deleted, perhaps to begin anew
+        release(folder)
     if folder in _claimed:
         return
     try:
