@@ -47,7 +47,7 @@ def test_a_mistake_ends_in_one_line(tmp_path, mistake):
     (line,) = [line for line in done.err.splitlines() if line.startswith("Error")]
     assert done.err.endswith(f"{line}\n") and "Traceback (most" not in done.err
     assert re.match(f"Error: {MISTAKES[mistake]}", line), line
-    assert len((done.out + done.err).splitlines()) <= 4
+    assert len((done.out + done.err).splitlines()) <= 5
 
 
 def test_all_mistakes_are_reported_at_once_by_the_run_and_by_the_check(tmp_path):

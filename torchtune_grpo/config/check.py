@@ -102,23 +102,17 @@ def read(table: type[Table], values: Mapping[str, object]) -> Table:
 
 def _by_key(errors: Iterable[Any], table: type[Keys]) -> list[dict[str, Any]]:
     """Join what pydantic says of each type that a key may have."""
-    known, joined = dict(key_paths(table)), dict[object, dict[str, Any]]()
+    kinds = {key: typing.get_origin(field.annotation) for key, field in key_paths(table)}
+    joined = dict[object, dict[str, Any]]()
     for error in errors:
-        place = error["loc"]
-        above = ".".join(map(str, place[:-1]))
-        if isinstance(place[-1:], tuple) and above in known and _is_choice(known[above]):
-            place = place[:-1]
-        before = joined.get(place)
-        if before is None or place == error["loc"]:
-            joined[place if before is None else len(joined)] = {**error, "loc": place}
+        *above, _ = place = error["loc"] or ("",)
+        if kinds.get(".".join(map(str, above))) in (typing.Union, types.UnionType):
+            place = tuple(above)
+        if place in joined:
+            joined[place]["msg"] += f", or {_message(error).removeprefix('should be ')}"
         else:
-            before["msg"] += f", or {_message(error).removeprefix('should be ')}"
+            joined[place] = {**error, "loc": place if error["loc"] else ()}
     return [*joined.values()]
-
-
-def _is_choice(field: FieldInfo) -> bool:
-    """Whether a key may have values of several types."""
-    return typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
 
 
 def _mistakes(error: Mapping[str, Any], table: type[Keys], values: Mapping[str, Any]) -> list[str]:
