@@ -6,8 +6,9 @@
     python benchmarks/peers/step_trl.py --shape SmolLM2 --prompt-lengths $(yes 57 | head -16) \
         --new-tokens 12 --rows 128 --ways packed trl-16 trl-64
 
-Ways: ``packed`` is this package with ``--rows`` rows in each forward pass, ``trl-<n>`` is TRL with
-a per-device micro-batch of n rows. TRL's activation checkpointing, on by default, is off: with it a
+Ways: ``packed`` is this package with ``--rows`` rows in each forward pass, ``transformers`` is the
+same with transformers' modules and ``generate``, and ``trl-<n>`` is TRL with a per-device
+micro-batch of n rows. TRL's activation checkpointing, on by default, is off: with it a
 step takes longer. Both compute the same: four prompts of 96 to 292 tokens, groups of eight,
 full-length responses, the same weights, LoRA r = 8 on all linear layers, the paper's loss with beta
 0.04, one AdamW step over all rows, float32. The reward is a function of the sampled ids.
@@ -28,11 +29,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_grpo.advantages import group_advantages
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
+from torchtune_grpo.models.auto import TransformersModel, transformers_model
+from torchtune_grpo.models.layers import standardize
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext
@@ -105,8 +109,12 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
     """Run the recipe's rollout and update, without logs and metrics."""
     shape = SHAPES[args.shape]
     prompts = random_prompts(args.prompt_lengths, shape["vocab_size"])
-    model = random_policy(shape, rank=RANK)
-    model.load_state_dict(random_model(shape).state_dict(), strict=False)
+    is_packed = way == "packed"
+    if is_packed:
+        model = random_policy(shape, rank=RANK)
+        model.load_state_dict(random_model(shape).state_dict(), strict=False)
+    else:
+        model = by_transformers(shape)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     engine = make_engine(EngineContext(model, RolloutConfig(), torch.device("cpu")))
@@ -121,7 +129,7 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
         batch = sample_groups(engine, prompts, **sampling, seed=0, step=step)
         rewards = torch.tensor(score(batch.completion_ids))
         batch = replace(batch, advantages=group_advantages(rewards, group_size=GROUP))
-        parts = micro_batches(batch, group_size=GROUP, pack=True, rows=args.rows)
+        parts = micro_batches(batch, group_size=GROUP, pack=is_packed, rows=args.rows)
         batch = replace(batch, ref_logprobs=reference.logprobs(parts, temperature=1.0))
         batch = with_weights(batch)
         model.train()
@@ -133,6 +141,17 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
         watch.stop()
         assert int(batch.response_mask.sum()) == batch.num_rows * args.new_tokens
     return watch.result()
+
+
+def by_transformers(shape: dict) -> TransformersModel:
+    """Make the same policy of transformers' modules, as for types that the package lacks."""
+    with tempfile.TemporaryDirectory() as folder:
+        to_transformers(random_model(shape)).save_pretrained(folder)
+        model = transformers_model(folder, lora_rank=RANK)
+        standardize(model)
+        model.load_state_dict(model.read(folder), strict=False)
+    set_trainable_params(model, get_adapter_params(model))
+    return model
 
 
 def word_tokenizer(size: int):

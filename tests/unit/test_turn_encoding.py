@@ -223,8 +223,36 @@ def test_gemma_writes_arguments_without_quotes(tmp_path):
     assert read_turn(text.removesuffix("<|tool_response>"), parse, []) == turn
 
 
+@pytest.mark.parametrize("template", ["qwen3_6", "nemotron_3_nano", "glm4moe"])
+def test_calls_with_tags_are_read_as_the_template_writes_them(template, tmp_path):
+    """Of several calls in a turn; texts keep their lines, and other values get their types."""
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    given = [{"city": "Rio\n <b>", "days": 3, "deep": {"x": [True, "b"]}}, {"city": "</p>"}]
+    calls = [{"type": "function", "function": {"name": "at", "arguments": of}} for of in given]
+    properties = {"city": "string", "days": "integer", "deep": "object"}
+    schema = {"properties": {name: {"type": kind} for name, kind in properties.items()}}
+    tools = [{"type": "function", "function": {"name": "at", "parameters": schema}}]
+
+    def render(turns):
+        return tokenizer.apply_chat_template(turns, tokenize=False)
+
+    turn = {"role": "assistant", "content": "So", "tool_calls": calls}
+    text = render([{"role": "user", "content": "q"}, turn])
+    text = text[text.rindex("So") :].removesuffix("\n").removesuffix("<|im_end|>")
+    parse = find_parser(render)
+    assert read_turn(text, parse, tools) == turn
+    cut = text.replace("</parameter>", "", 1).replace("</arg_value>", "", 1)
+    first, second = read_turn(cut, parse, tools)["tool_calls"]
+    assert "error" in first and second == calls[1]
+    assert read_turn("So <tool_call>\n", parse, tools) == {
+        "role": "assistant",
+        "content": "So <tool_call>\n",
+    }
+
+
 @pytest.mark.parametrize(
-    ("template", "form"), [("glm4moe", "GLM's"), ("qwen3_6", "XML"), ("phi3", "writes no tool")]
+    ("template", "form"), [("lfm2_v2", "LFM2's"), ("gptoss", "harmony"), ("phi3", "writes no tool")]
 )
 def test_other_forms_of_calls_are_refused_by_name(template, form, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))

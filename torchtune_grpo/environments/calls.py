@@ -32,8 +32,6 @@ _GEMMA = re.compile(r"<\|tool_call>call:(\w+)(.*?)<tool_call\|>\s*", re.DOTALL)
 _GEMMA_QUOTE = '<|"|>'
 # What only the templates with another form of calls hold.
 _OTHERS = {
-    "<function=": "XML (Qwen3.5, Qwen3-Coder, Nemotron 3)",
-    "<arg_key>": "GLM's tags",
     "[TOOL_CALLS]": "Mistral's",
     "<|tool_call_start|>": "LFM2's",
     "<|channel|>": "harmony (gpt-oss)",
@@ -101,7 +99,36 @@ def _json(text: str) -> object:
         return text
 
 
-PARSERS: Sequence[Parser] = (_hermes, _llama, _gemma)
+def _tags(name: str, argument: str, mark: str) -> Parser:
+    """Return a parser of calls within ``<tool_call>`` whose names and arguments have tags, too.
+
+    ``name`` and ``argument`` are regular expressions, and each argument begins with ``mark``.
+    """
+    named, pair = re.compile(name), re.compile(argument, re.DOTALL)
+
+    def parse(text: str, names: Container[str]) -> tuple[str, list[object]]:
+        calls = list[object]()
+
+        def read(found: re.Match[str]) -> str:
+            head, pairs = named.match(found[1]), pair.findall(found[1])
+            whole = head is not None and len(pairs) == found[1].count(mark)
+            call = {"name": head[1], "arguments": dict(pairs)} if head and whole else found[1]
+            calls.append(call)
+            return ""
+
+        closed, end, rest = text.rpartition("</tool_call>")  # as in ``_hermes``
+        return _HERMES.sub(read, closed + end) + (rest.lstrip() if end else rest), calls
+
+    return parse
+
+
+# ``<function=name><parameter=key>value</parameter></function>``, as Qwen3.5 and Nemotron 3 write it
+_xml = _tags(
+    r"<function=([^>\n]+)>", r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", "<parameter="
+)
+# ``name<arg_key>key</arg_key><arg_value>value</arg_value>``, as GLM 4.5 writes it
+_glm = _tags(r"([^\s<{]+)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", "<arg_key>")
+PARSERS: Sequence[Parser] = (_hermes, _llama, _gemma, _xml, _glm)
 
 
 def read_turn(text: str, parse: Parser, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
