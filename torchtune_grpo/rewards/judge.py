@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib.util
 import json
 import os
 import sqlite3
@@ -14,8 +15,6 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
-
-import httpx2
 
 from torchtune_grpo.config.text import shortened
 
@@ -150,6 +149,8 @@ class Endpoint:
     request: Mapping[str, object] = field(default_factory=dict)  # more fields of a request
 
     def __post_init__(self) -> None:
+        if importlib.util.find_spec("httpx2") is None:  # which huggingface_hub 2 brings
+            raise ValueError("it needs: pip install httpx2")
         if min(self.limit, self.tries, self.timeout) <= 0:
             raise ValueError("limit, tries and timeout: give numbers above 0")
 
@@ -165,6 +166,8 @@ class Endpoint:
 
         A reply that it refuses (ValueError, LookupError, TypeError) is asked for again.
         """
+        import httpx2
+
         key = os.environ.get(self.key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url, slots = f"{self.url}/chat/completions", asyncio.Semaphore(self.limit)
