@@ -108,9 +108,10 @@ def test_other_rewards_beside_the_old_ones(folder):
 @pytest.mark.slow
 def test_data_that_have_changed_and_folders_without_answers_are_refused(folder):
     rows = json.loads((folder / "rows.json").read_text())
-    (folder / "others.json").write_text(json.dumps(rows[1:]))
-    done = score(folder, "dataset.source=others.json", check=False)
-    assert "or its columns are not what they were; give the data that" in done.err
+    for name, value in (("prompt", "Another one?"), ("answer", "3")):
+        (folder / "others.json").write_text(json.dumps([{**row, name: value} for row in rows]))
+        done = score(folder, "dataset.source=others.json", check=False)
+        assert "or its columns are not what they were; give the data that" in done.err
     (folder / "empty").mkdir()
     done = run("-m", "torchtune_grpo", "score", "empty", cwd=folder, check=False)
     assert "empty: has no completions.jsonl; give the output_dir of a run" in done.err
