@@ -93,6 +93,7 @@ KEYS: dict[str, object] = dict(
     **dict(hidden_activation="relu2", sliding_window_pattern=2, logit_scale=0.5),
     **dict(final_logit_softcapping=0.5, use_parallel_residual=True, num_experts=4),
     **dict(position_embedding_type="none", use_bidirectional_attention=True, qk_layernorm=True),
+    **dict(use_bias=True, use_qkv_bias=True, attention_bias=True, mlp_bias=True),
 )
 
 
@@ -114,12 +115,9 @@ def test_keys_that_a_types_config_does_not_have_change_nothing(tmp_path, name):
 
 
 @torch.no_grad()
-def test_keys_without_a_meaning_and_names_without_a_prefix_are_read_as_there(tmp_path):
-    """transformers' Qwen 2 has no keys for biases, and a model saved without its head no prefix."""
+def test_names_without_a_prefix_are_read_as_there(tmp_path):
+    """A model saved without its head has none."""
     folder = hf_folder("qwen2", tmp_path)
-    file = folder / "config.json"
-    settings = json.loads(file.read_text()) | {"attention_bias": True, "mlp_bias": True}
-    file.write_text(json.dumps(settings))
     change_weights(folder, lambda state: {n.removeprefix("model."): w for n, w in state.items()})
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(TOKENS).logits
     torch.testing.assert_close(load(folder)(TOKENS), expected, atol=1e-4, rtol=1e-4)
@@ -185,7 +183,10 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("name", SAVED)
+SLOW = [pytest.param(f"{kind}_qlora", marks=pytest.mark.slow) for kind in TYPES]  # two seconds
+
+
+@pytest.mark.parametrize("name", [*(name for name in SAVED if "qlora" not in name), *SLOW])
 @torch.no_grad()
 def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
     """The rollout's tokens and the policy's logits, from the merged weights and the adapter."""

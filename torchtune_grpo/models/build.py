@@ -298,8 +298,7 @@ def _attention(
 def read_config(model_dir: str | Path) -> Any:
     """Read a folder's config with transformers, whose defaults hold for keys it leaves out.
 
-    Raises an UnsupportedModelError if the model cannot be computed exactly, and another ValueError
-    if the config is damaged.
+    Raises an UnsupportedModelError that names the key if the model cannot be computed exactly.
     """
     if not Path(model_dir, "config.json").is_file():
         raise ValueError(

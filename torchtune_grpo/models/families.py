@@ -165,11 +165,10 @@ FAMILIES: dict[str, Family] = {
     "nemotron": replace(
         _LLAMA, mlp=_UNGATED, norm=ShiftedLayerNorm, eps="norm_eps", partial_rotation=True
     ),
-    "starcoder2": Family(
-        _NORMS_BEFORE,
-        {"mlp.w1": "mlp.c_fc", "mlp.w2": "mlp.c_proj"},
-        ("use_bias", "use_bias", "use_bias"),
-        norm=nn.LayerNorm,
+    "starcoder2": replace(
+        _LAYER_NORMS,
+        mlp={"mlp.w1": "mlp.c_fc", "mlp.w2": "mlp.c_proj"},
+        biases=("use_bias", "use_bias", "use_bias"),
         eps="norm_epsilon",
     ),
     "cwm": replace(_LLAMA, biases=(False, False, "mlp_bias")),
