@@ -106,7 +106,7 @@ def run_ranks(
     config = str(config_files().get(name, name))
     script = [file, "--config", config, *rest]
     if command:
-        script = ["-m", "torchtune_grpo", *command.split(), config, *rest]
+        script = ["-m", "torchtune_grpo", command, config, *rest]
     envs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     if _needs_gpu(script):
         with ThreadPoolExecutor(ranks) as pool:

@@ -66,7 +66,7 @@ def test_those_that_are_shipped_and_those_of_the_page(tmp_path):
     few = ["--questions", "4", "dataset.num_samples=8", "--candidates", "mine.yaml"]
     said = prompts(tmp_path, *few, mine=mine).out
     start = ["--config", "my.yaml", *few]
-    ranks = run_ranks(*start, ranks=2, cwd=tmp_path, command="prompts --config")
+    ranks = run_ranks(*start, ranks=2, cwd=tmp_path, command="prompts")
     timeless = [re.sub(r"\d+$", "", each, flags=re.M) for each in (said, ranks[0].out)]
     assert timeless[0] == timeless[1] and not ranks[1].out
     assert "bare: the same as config.\n" in said

@@ -1,6 +1,6 @@
 """Compare prompts on the same training questions, and say which one a run should start from.
 
-    torchtune-grpo prompts --config my_config.yaml --candidates mine.yaml --output best.yaml
+    torchtune-grpo prompts my_config.yaml --candidates mine.yaml --output best.yaml
 
 A candidate is a piece of a config: changes to ``dataset``, ``sampling`` and ``temperature``. The
 policy before training answers all of them, on questions drawn from ``dataset``; ``eval_dataset``
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import OmegaConf
 
+from torchtune_grpo.cli.commands import CONFIG_FILE, add_run, count, parse, run_config
 from torchtune_grpo.config.check import read_config
-from torchtune_grpo.config.command_line import config_files, load_config
+from torchtune_grpo.config.command_line import config_files
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, aligned, check_writable, problems_in, write_text
 from torchtune_grpo.evaluation.evaluator import Evaluation
@@ -184,24 +185,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Compares prompts on training questions, and says which to start from."
     )
-    parser.add_argument("--config", required=True, help="name of a shipped config, or a file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to it")
+    add_run(parser)
     parser.add_argument("--candidates", type=Path, default=SHIPPED, help=f"default: {SHIPPED}")
-    parser.add_argument("--questions", type=int, default=64, help="how many (default: 64)")
+    parser.add_argument("--questions", type=count, default=64, help="how many (default: 64)")
     parser.add_argument("--output", type=Path, help="config to write: this one with the winner")
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     if args.output is not None:  # fails now, not after an hour of answers
         check_writable("--output", args.output)
-    given = load_config(args.config, args.overrides)
+    given = run_config(args)
     has_held_out = given.get("eval_dataset") is not None
     given.update(eval_dataset=None, evaluation={"samples": "${grpo_samples}"})
     run = Run(given)
     run.prepare_model()
     tried = candidates(run, args.candidates)
     usable = sorted(set.intersection(*({*each.data.row_numbers} for each in tried)))
-    if not 1 <= args.questions <= len(usable):
+    if args.questions > len(usable):
         there = f"{len(usable)} rows of dataset that all candidates can use"
-        raise ValueError(f"--questions={args.questions}: there are {there}; give 1 to as many.")
+        raise ValueError(f"--questions={args.questions}: there are {there}; give fewer.")
     rows = random.Random(run.cfg.seed).sample(usable, args.questions)
     best, *others = compare(run.load_engine(None), tried, rows)
     run.close()
@@ -214,6 +214,7 @@ def main() -> None:
     keys = as_yaml(best.changes, has_held_out=has_held_out)
     _say(f"{why}.\n\n{keys}".rstrip())
     if args.output is not None and parallel.rank() == 0:
-        base = args.config if args.config in config_files() else Path(args.config).resolve()
+        file = Path(args.run, CONFIG_FILE) if Path(args.run).is_dir() else Path(args.run)
+        base = args.run if args.run in config_files() else file.resolve()
         write_text(args.output, f"base_config: {base}\n{keys}")
     parallel.end_process_group()
