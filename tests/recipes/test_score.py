@@ -34,8 +34,7 @@ def score(folder, *arguments, **settings):
 
 def table(text):
     """Name -> its numbers."""
-    lines = text.partition("\n===")[0].splitlines()
-    return {line[:24].strip(): line[24:].split() for line in lines if line[24:34].strip()}
+    return {line[:24].strip(): line[24:].split() for line in text.splitlines()}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def test_a_runs_own_rewards_give_the_same_scores(folder):
 @pytest.mark.slow
 def test_other_rewards_beside_the_old_ones(folder):
     rewards = f"rewards=[{{_component_: my_rewards.words, name: length}}, {MATH}]"
-    keys = ["max_reward_failure_share=1.0", "--show", "2", "--output", "new.jsonl"]
+    keys = ["max_reward_failure_share=1.0", "--output", "new.jsonl"]
     said = score(folder, rewards, *keys).out
     rows = [json.loads(line) for line in (folder / "new.jsonl").read_text().splitlines()]
     saved = completions(folder / "out")[:24]
@@ -100,9 +99,6 @@ def test_other_rewards_beside_the_old_ones(folder):
     signal = [fmean(len({row["new"]["total"] for row in group}) > 1 for group in groups)]
     assert found["groups with signal"][1] == f"{signal[0]:.3f}" and signal[0] < 1
     assert found["draws"][1:] == ["-", "-", "-"]
-    assert said.count("\n=== ") == 2
-    farthest = max(rows, key=lambda row: abs(row["reward"] - (row["new"]["total"] or 0.0)))
-    assert said.split("\n=== ")[1].startswith(farthest["prompt"])
 
 
 @pytest.mark.slow
@@ -112,9 +108,8 @@ def test_data_that_have_changed_and_folders_without_answers_are_refused(folder):
         (folder / "others.json").write_text(json.dumps([{**row, name: value} for row in rows]))
         done = score(folder, "dataset.source=others.json", check=False)
         assert "or its columns are not what they were; give the data that" in done.err
-    (folder / "empty").mkdir()
-    done = run("-m", "torchtune_grpo", "score", "empty", cwd=folder, check=False)
-    assert "empty: has no completions.jsonl; give the output_dir of a run" in done.err
+    (folder / "out/completions.jsonl").unlink()
+    assert "out: has no completions.jsonl; give a run with" in score(folder, check=False).err
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Score a run's saved completions with other rewards, without sampling.
 
-    torchtune-grpo score OUTPUT_DIR 'rewards=[my_rewards.stricter]' --show 5
+    torchtune-grpo score OUTPUT_DIR 'rewards=[my_rewards.stricter]'
 
 Columns come from the run's data set, in which each prompt has to be what it was. Token ids are
 those of the texts, encoded anew. docs/rewards.md describes the table.
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from torchtune_grpo.cli.commands import add_run, run_config
-from torchtune_grpo.config.text import to_json, visible
+from torchtune_grpo.config.text import to_json
 from torchtune_grpo.environments.environment import environment_rewards
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, read, read_lines
 from torchtune_grpo.monitor.recorder import logged_column
@@ -32,60 +32,51 @@ _OF_REWARDS = ("rewards", "deciding_reward")  # keys that do not change the data
 def main() -> None:
     parser = argparse.ArgumentParser(description="Scores a run's completions with other rewards.")
     add_run(parser)
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N changed answers")
     parser.add_argument("--output", type=Path, help="file to write, with a JSON line per answer")
     args = parser.parse_intermixed_args()
     folder = Path(args.run)
-    groups = _saved_groups(folder)
-    sampled = sum(len(event["prompts"]["reward"]) for event in read(folder, "step"))
-    old = [{"total": row["reward"], **row["rewards"]} for row in chain(*groups)]
-    new = _rescore(args, groups)
-    share = f"{len(groups) / sampled:.0%} of the run's answers are saved, informative groups first"
-    print(f"{len(groups)} groups of {len(groups[0])}: {share}.")
-    print(*_table(old, new, len(groups[0])), sep="\n")
-    rows = [row | {"new": after} for row, after in zip(chain(*groups), new, strict=True)]
-    print(*_shown(rows, args.show), sep="\n")
+    rows, size = read_lines(folder / COMPLETIONS_FILE), int(run_config(args).grpo_samples)
+    rows = rows[: len(rows) // size * size]  # a kill may have torn the last group
+    if not rows:
+        raise ValueError(
+            f"{folder}: has no {COMPLETIONS_FILE}; give a run with log_groups above 0."
+        )
+    sampled = size * sum(len(event["prompts"]["reward"]) for event in read(folder, "step"))
+    old, new = (
+        [{"total": row["reward"], **row["rewards"]} for row in rows],
+        _rescore(args, rows, size),
+    )
+    share = f"{len(rows) / sampled:.0%} of the run's answers are saved, informative groups first"
+    print(f"{len(rows) // size} groups of {size}: {share}.", *_table(old, new, size), sep="\n")
     if args.output is not None:
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        pairs = zip(rows, new, strict=True)
+        lines = (json.dumps(row | {"new": scores}) + "\n" for row, scores in pairs)
         args.output.write_text("".join(lines), encoding="utf-8")
 
 
-def _saved_groups(folder: Path) -> list[list[Record]]:
-    """Return the whole groups in a run's ``completions.jsonl``."""
-    groups: list[list[Record]] = []
-    for record in read_lines(folder / COMPLETIONS_FILE):
-        if record["sample"] == 0 or not groups:
-            groups.append([])
-        groups[-1].append(record)
-    size = max(map(len, groups), default=0)
-    if not groups:
-        raise ValueError(
-            f"{folder}: has no {COMPLETIONS_FILE}; give the output_dir of a run with log_groups "
-            "above 0."
-        )
-    return [group for group in groups if len(group) == size]
-
-
-def _rescore(args: argparse.Namespace, groups: Sequence[Sequence[Record]]) -> list[Scores]:
+def _rescore(args: argparse.Namespace, saved: Sequence[Record], size: int) -> list[Scores]:
     """Return the new scores of all completions, from one call of the rewards for each step."""
     kept = [text for text in args.overrides if not text.lstrip("~").startswith(_OF_REWARDS)]
     # The run's own rewards decide which rows were left out, and so what number a prompt has.
     data = Run(run_config(argparse.Namespace(run=args.run, overrides=kept)))
     run, found = Run(run_config(args)), list[Scores]()
-    for step, of_step in groupby(groups, key=lambda group: group[0]["step"]):
-        rows = [*chain(*of_step)]
+    prefill, encode = data.dataset.prefill, data.tokenizer.encode
+    for step, of_step in groupby(saved, key=lambda row: row["step"]):
+        rows = [*of_step]
         columns = [_columns(data, row) for row in rows]
+        texts = [row["completion"].removeprefix(prefill) for row in rows]
+        ended = [row["ended"] == "stop_token" for row in rows]
         scores = run.rewards(
             prompts=[data.dataset[row["prompt_index"]]["prompt"] for row in rows],
             completions=[_completion(data, row) for row in rows],
             columns={name: [each[name] for each in columns] for name in columns[0]},
-            group_size=len(groups[0]),
-            completion_ids=[_tokens(data, row) for row in rows],
+            group_size=size,
+            completion_ids=[encode(t, add_bos=False, add_eos=e) for t, e in zip(texts, ended)],
             trainer_state=TrainerState(step - 1, max_steps=run.cfg.num_steps),
         )
-        names = ("total", *scores.names)
         for total, each in zip(scores.total.tolist(), scores.scores.tolist(), strict=True):
-            found.append(to_json(dict(zip(names, (total, *each), strict=True))))
+            named = dict(zip(scores.names, each, strict=True))
+            found.append(to_json({"total": total, **named}))
     run.close()
     data.close()
     return found
@@ -114,13 +105,6 @@ def _completion(data: Run, row: Record) -> Completion:
     return Completion(text, messages, row["ended"], kind=kind, reward=reward)
 
 
-def _tokens(data: Run, row: Record) -> list[int]:
-    text = row["completion"].removeprefix(data.dataset.prefill)
-    is_ended = row["ended"] == "stop_token"
-    tokens: list[int] = data.tokenizer.encode(text, add_bos=False, add_eos=is_ended)
-    return tokens
-
-
 def _table(old: Sequence[Scores], new: Sequence[Scores], size: int) -> Iterator[str]:
     """Yield a line for the total and for each reward: old beside new."""
     yield f"{'':<24}{'old mean':>10}{'new mean':>10}{'same order':>12}{'changed':>9}"
@@ -142,13 +126,3 @@ def _table(old: Sequence[Scores], new: Sequence[Scores], size: int) -> Iterator[
 def _mean(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{fmean(known):>10.3f}" if known else f"{'-':>10}"
-
-
-def _shown(rows: Sequence[Record], number: int) -> Iterator[str]:
-    """Yield lines with the answers whose total has changed most."""
-    changes = [abs((row["reward"] or 0.0) - (row["new"]["total"] or 0.0)) for row in rows]
-    for n in sorted(range(len(rows)), key=lambda n: -changes[n])[:number]:
-        both = {"total": rows[n]["reward"], **rows[n]["rewards"]}, rows[n]["new"]
-        old, new = (", ".join(f"{k} {_mean([v]).strip()}" for k, v in s.items()) for s in both)
-        yield f"\n=== {visible(rows[n]['prompt'])}\n--- {old} -> {new}"
-        yield visible(rows[n]["completion"])
