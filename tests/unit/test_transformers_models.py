@@ -8,7 +8,7 @@ import torch
 from checkpoints import saving_config
 from hf_models import BY_TRANSFORMERS, MODELS, SHAPE, VOCAB, hf_folder
 from peft import PeftModel
-from policies import response_rows
+from policies import build_policy, response_rows
 from test_rollout import assert_same_samples, text_of
 from test_turns import STOPS, Scripted, plain, with_turns
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
@@ -23,6 +23,7 @@ from torchtune_grpo.models.layers import standardize
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 from torchtune_grpo.rollout.sampling import row_keys
+from torchtune_grpo.rollout.transformers import TransformersEngine
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 
@@ -155,6 +156,21 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name, ki
     restored = load(base, build, **adapters)
     checkpoints.restore(restored, folder)
     assert torch.equal(restored(TOKENS), expected)
+
+
+def test_other_engines_say_that_they_do_not_sample_it(tmp_path, caplog):
+    folder = hf_folder("lfm2", tmp_path)
+    model = load(folder)
+    for settings in ("native", "torchtune", {"cuda_graphs": "never"}):
+        assert isinstance(engine_of(model, engine=settings), TransformersEngine)
+    assert [r.getMessage()[:24] for r in caplog.records if "no effect" in r.getMessage()] == [
+        "rollout.engine=torchtune",
+        "rollout.engine=native: h",
+    ]
+    with pytest.raises(ValueError, match="^rollout.engine: vllm is not tried .*; set it to native"):
+        engine_of(model, engine="vllm")
+    with pytest.raises(ValueError, match="^rollout.engine: transformers only samples models"):
+        engine_of(build_policy(), engine="transformers")
 
 
 def test_a_step_whose_samples_are_of_another_model_is_refused(tmp_path):

@@ -89,6 +89,11 @@ def make_engine(context: EngineContext) -> RolloutEngine:
     settings = context.settings
     chosen, reason = engine_class(settings), unsupported_reason(context.model)
     if isinstance(context.model, TransformersModel) and chosen in (NativeEngine, TorchtuneEngine):
+        if chosen is TorchtuneEngine or arguments_of(settings.engine):
+            log.warning(
+                f"{_key(settings)}: has no effect, nor have its arguments; transformers' generate "
+                "samples this model."
+            )
         return TransformersEngine(context)
     if chosen is NativeEngine and reason is not None:
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")

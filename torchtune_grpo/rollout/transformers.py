@@ -41,8 +41,8 @@ class TransformersEngine(RolloutEngine):
     def __init__(self, context: EngineContext) -> None:
         if not isinstance(context.model, TransformersModel):
             raise ValueError(
-                "rollout.engine=transformers: only generates with models that transformers' "
-                "modules compute (docs/models.md#any-other-model); set rollout.engine to native."
+                "transformers only samples models that its modules compute "
+                "(docs/models.md#any-other-model); set it to native."
             )
         from transformers import GenerationConfig
 

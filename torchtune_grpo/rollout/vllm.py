@@ -37,7 +37,7 @@ from torchtune_grpo.machine.device import free_bytes
 from torchtune_grpo.machine.parallel import gathered, reshard, world_size
 from torchtune_grpo.models.adapter import adapter_names, model_settings, save_adapter
 from torchtune_grpo.models.auto import TransformersModel
-from torchtune_grpo.models.build import read_config
+from torchtune_grpo.models.build import UnsupportedModelError, read_config
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.models.weights import parts_by_hf_name
 from torchtune_grpo.rollout.batch import REPORT_SECONDS
@@ -92,8 +92,7 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         if isinstance(context.model, TransformersModel):
             raise ValueError(
-                "rollout.engine=vllm: is not tried with models that transformers' modules compute; "
-                "set rollout.engine to native."
+                "vllm is not tried with models of transformers' own modules; set it to native."
             )
         self._context, self._model, self._memory_share = context, context.model, memory_share
         self._dtype = context.model.tok_embeddings.weight.dtype
@@ -428,7 +427,11 @@ def _problems(cfg: GRPOConfig) -> Iterator[str]:
     yield from _temperature({"temperature": cfg.temperature})
     yield from _temperature(cfg.evaluation.sampling, "evaluation.sampling.")
     if Path(folder := cfg.checkpointer.checkpoint_dir, "config.json").is_file():
-        hf = read_config(folder)
+        try:
+            hf = read_config(folder)
+        except UnsupportedModelError as error:
+            yield f"{error} rollout.engine=vllm takes no others; set it to native."
+            return
         if hf.model_type == "qwen3" and hf.attention_bias:
             yield (
                 f"model_dir={folder}: config.json says attention_bias=True: vLLM leaves a part of "
