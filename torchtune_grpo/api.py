@@ -19,6 +19,7 @@ from torchtune import utils
 from torchtune_grpo.checkpoint.folder import checkpoint_folder, claim_output_dir
 from torchtune_grpo.config.command_line import load_config, set_key
 from torchtune_grpo.config.text import ConfigError, noted, shortened, suggest
+from torchtune_grpo.data.load import as_sequence
 from torchtune_grpo.machine import lock, parallel
 from torchtune_grpo.machine.interrupt import Interrupted
 from torchtune_grpo.monitor.record import metrics_of, read_metrics
@@ -189,6 +190,10 @@ class GRPO:
 
     def _check(self) -> None:
         """Raise a ConfigError with all mistakes in the config."""
+        for key in ("dataset", "eval_dataset"):
+            rows = self._objects.get(key)
+            if rows is not None and not hasattr(rows, "__len__"):  # a generator can be read once
+                self._objects[key] = as_sequence(rows, self.config[key].get("num_samples"))
         problems: list[str] = []
         with noted(problems):
             self._run = Run(self.config, objects=self._objects)
