@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torchtune import utils
 from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.peft import LoRALinear
+from torchtune.utils._logging import log_once
 
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.models.layers import PeftDoRALinear
@@ -57,7 +58,12 @@ def transformers_model(
     LoRA or DoRA; None: all of them. ``quantize_base`` keeps those in NF4.
     """
     model = TransformersModel(*_build(model_dir))
-    _tell(model.hf.config.model_type)
+    log_once(
+        log,
+        f"{model.hf.config.model_type}: transformers' own modules compute this model. Rows are "
+        "padded and not packed, and a prompt is computed for each of its samples, so it is slower "
+        "than the types of docs/models.md; experts, if any, have no adapters, and routers no loss.",
+    )
     if lora_rank is None:
         if quantize_base:
             raise ValueError("quantize_base=True: only an adapter can be trained; set lora_rank.")
@@ -300,7 +306,6 @@ def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
     # Which takes seconds.
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    where = f"model_dir={model_dir}"
     try:
         config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
         text = config.get_text_config(decoder=True)
@@ -314,11 +319,9 @@ def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
         model = AutoModelForCausalLM.from_config(text, dtype=dtype)
     except Exception as error:  # of any type: each config has its own validator
         raise ValueError(
-            f"{where}: transformers cannot build a causal model from its config.json: "
-            f"{shortened(describe(error), 300)}."
+            f"model_dir={model_dir}: transformers cannot build a causal model from its config.json"
+            f": {shortened(describe(error), 300)}."
         ) from error
-    if getattr(text, "is_encoder_decoder", False):
-        raise ValueError(f"{where}: {text.model_type} has an encoder; only decoders are trained.")
     exact = model._get_dtype_plan(dtype)
     for name, parameter in model.named_parameters():
         if any(part in name.split(".") for part in exact):
@@ -340,16 +343,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_bars:
             logging.enable_progress_bar()
-
-
-@cache
-def _tell(kind: str) -> None:
-    utils.log_rank_zero(
-        log,
-        f"{kind}: transformers' own modules compute this model. Rows are padded and not "
-        "packed, and a prompt is computed for each of its samples, so it is slower than the types "
-        "of docs/models.md; experts, if any, have no adapters, and routers no loss of their own.",
-    )
 
 
 def _context_length(config: Any) -> int:
