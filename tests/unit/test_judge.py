@@ -36,7 +36,7 @@ def reward(url, **settings):
     """Make the page's judge, with the server's address."""
     (node,) = yaml.safe_load(block("judge", "yaml"))["rewards"]
     del node["cache"]
-    quick = {"timeout": 1.0, "tries": 3, "pause": 0.05, "limit": 64}
+    quick = {"timeout": 3.0, "tries": 3, "pause": 0.05, "limit": 64}
     return {**node, "url": url, **quick, **settings}
 
 
@@ -145,6 +145,9 @@ def test_a_group_is_marked_in_one_request_and_equal_answers_once(stub):
     first = [request for *_, request in stub.requests]
     assert marks(score(node, *answers[::-1], prompts=prompts[::-1])) == marks(scores)[::-1]
     assert sorted(map(str, first)) == sorted(str(request) for *_, request in stub.requests[2:])
+    before = len(stub.requests)  # rows with one prompt, and another right answer
+    score({**node, "rubric": "It is {answer}."}, "3", "4", answer=["3", "4"])
+    assert len(stub.requests) == before + 2
     assert marks(score(node, "3", "x", share=1.0)) == [None, None]  # no mark for each
 
 

@@ -72,15 +72,19 @@ class JudgeReward:
     async def __call__(
         self, prompts: list[Any], completions: list[Any], *, log_metric: Any = None, **columns: Any
     ) -> list[float | BaseException]:
+        lists = {name: values for name, values in columns.items() if isinstance(values, list)}
+        rows = range(len(prompts))
+        rubrics = [self._rubric.format(**{n: v[row] for n, v in lists.items()}) for row in rows]
+        asks = [*zip(rubrics, map(_as_text, prompts), strict=True)]
         answers = [*map(_as_text, completions)]
         places: list[tuple[str, int]] = []  # of each row: its request, and which answer there
         counts: dict[str, int] = {}  # of each request: its answers
-        for rows in self._groups(prompts):
-            shown = sorted({answers[row] for row in rows}, key=_digest)
-            own = {n: values[rows[0]] for n, values in columns.items() if isinstance(values, list)}
-            request = self._request(_as_text(prompts[rows[0]]), shown, own)
+        for _, group in groupby(rows, asks.__getitem__ if self._in_groups else None):
+            first, *others = group
+            shown = sorted({answers[row] for row in (first, *others)}, key=_digest)
+            request = self._request(*asks[first], shown)
             counts[request] = len(shown)
-            places += [(request, shown.index(answers[row])) for row in rows]
+            places += [(request, shown.index(answers[row])) for row in (first, *others)]
         marks, tokens = await self._marks(counts)
         if log_metric is not None:
             log_metric("requests", len(tokens) / len(answers))
@@ -88,19 +92,13 @@ class JudgeReward:
         found = [(marks[request], place) for request, place in places]
         return [m if isinstance(m, BaseException) else m[place] / self._best for m, place in found]
 
-    def _groups(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Return the rows whose answers the judge sees at once."""
-        rows = range(len(prompts))
-        key = (lambda row: _digest(prompts[row])) if self._in_groups else None
-        return [[*same] for _, same in groupby(rows, key)]
-
-    def _request(self, question: str, answers: Sequence[str], columns: dict[str, object]) -> str:
+    def _request(self, rubric: str, question: str, answers: Sequence[str]) -> str:
         # No answer can hold a digest of itself, and so none can close its fence or open another.
         fence = f"text-{_digest([question, *answers])[:16]}"
         parts = enumerate(answers, 1)
         count = len(answers)
         return _REQUEST.format(
-            rubric=self._rubric.format(**columns),
+            rubric=rubric,
             best=self._best,
             fence=fence,
             question=question,
