@@ -158,6 +158,15 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name, ki
     assert torch.equal(restored(TOKENS), expected)
 
 
+@torch.no_grad()
+def test_only_an_adapter_drops_out_in_training(tmp_path):
+    folder = hf_folder("gpt_oss", tmp_path, attention_dropout=0.5)
+    model = load(folder)
+    assert torch.equal(model.train()(TOKENS), model.eval()(TOKENS))
+    model = load(folder, transformers_model, lora_rank=4, lora_dropout=0.5)
+    assert (model.train()(TOKENS) - model.eval()(TOKENS)).abs().max() > 1e-2
+
+
 def test_other_engines_say_that_they_do_not_sample_it(tmp_path, caplog):
     folder = hf_folder("lfm2", tmp_path)
     model = load(folder)

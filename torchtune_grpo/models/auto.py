@@ -225,6 +225,7 @@ class TransformersModel(nn.Module):
     @torch.no_grad()
     def check(self) -> None:
         """Raise a ValueError unless its logits are transformers' and come from earlier tokens."""
+        self.eval()
         embeddings = self.tok_embeddings
         tokens = torch.arange(8, device=embeddings.weight.device)[None] % embeddings.num_embeddings
         other = torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)
