@@ -90,7 +90,7 @@ CASES = {
         "16 -> 32."),
     "same_texts": ("frac_groups_same_text", 0.9, 0.89, 3, "temperature=0.8",
         "temperature", "0.8 -> 1.2"),
-    "truncated": (CUT, 0.9, 0.89, 3, "", "optimizer.lr", "0.0005 -> 0.00015"),
+    "truncated": (CUT, 0.5, 0.49, 3, "", TRUNCATED, "False -> True"),
     "nothing_trained": ("sampling/kept_mass", None, 0.001, 3, f"{TRUNCATED}=true",
         TRUNCATED, "True -> False"),
     "responses_shrink": (LENGTH, 3.9, 4.0, 3, "", "sampling.min_new_tokens", "0 -> 4"),
@@ -197,6 +197,10 @@ def test_what_looks_like_a_collapse():
 def test_cut_off_and_right():
     """Short answers may be right although nothing ends; where half is cut, hardly any is right."""
     assert run([step_with(CUT, 0.95)] * 9) == []
+    longer = [step_with(CUT, 0.6, **{LEVEL: 0.2})] * 9
+    assert run(longer) == [] == run([HEALTHY | {LEVEL: 0.1}] * 5 + longer)  # as at first; better
+    (found,) = run([HEALTHY] * 5 + [step_with(CUT, 0.95, **{LEVEL: 0.2})] * 9)
+    assert found["key"] == "optimizer.lr"
     (found,) = run([step_with(CUT, 0.6, **{LEVEL: 0.04, "frac_informative_groups": 0.0})] * 9)
     assert found["name"] == "truncated"  # and not all_wrong
 

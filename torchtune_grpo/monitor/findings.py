@@ -315,17 +315,24 @@ def groups(run: History, *, few: float = 0.0) -> Signs:
 
 def responses(run: History) -> Signs:
     cut = run.now("completions/clipped_ratio")
-    # Nearly all are cut, unless more are right than ended; or many are, and hardly any is right.
-    is_hopeless = cut >= thresholds.MANY_CUT_OFF and run.level < thresholds.HARDLY_ANY_RIGHT
-    if is_hopeless or (cut >= 0.9 and run.level < 1.2 - cut):
+    first, name = run.first("completions/clipped_ratio"), f"rewards/{run.decider}/mean"
+    # Nearly all are cut, unless more are right than ended; or many are, and hardly any is right, or
+    # no more than when fewer were cut.
+    is_hopeless = run.level < thresholds.HARDLY_ANY_RIGHT
+    has_grown = first < cut / 2  # the policy has changed, not its task
+    is_no_better = has_grown and mean(run.last(name, 5))[0] < 1.2 * run.first(name)
+    many = cut >= thresholds.MANY_CUT_OFF and (is_hopeless or is_no_better)
+    if many or (cut >= 0.9 and run.level < 1.2 - cut):
         key = _limit(run)
         evidence, advice = f"{key} cut off {cut:.0%} of the responses.", run.scale(key, 2)
-        first = run.first("completions/clipped_ratio")
         if first == 1:
             evidence += " None ever ended by itself: does this model follow its chat template?"
-        if first < cut / 2:  # the policy has changed, not its task
+        if has_grown:
             evidence = f"{evidence.removesuffix('.')}, and {first:.0%} in the first steps."
             advice = run.scale("optimizer.lr", 0.3)
+            mask = "objective.mask_truncated_completions"
+            if cut < 0.9 and not run.config(mask):  # what did not end may have been paid as right
+                advice = run.change(mask, True)
         yield Sign("truncated", evidence, *advice)
     length, first = run.now("completions/mean_length"), run.first("completions/mean_length")
     # A mean over all tokens that are trained on is missing where there are none.
