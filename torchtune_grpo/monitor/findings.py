@@ -320,7 +320,8 @@ def responses(run: History) -> Signs:
     # no more than when fewer were cut.
     is_hopeless = run.level < thresholds.HARDLY_ANY_RIGHT
     has_grown = first < cut / 2  # the policy has changed, not its task
-    is_no_better = has_grown and mean(run.last(name, 5))[0] < 1.2 * run.first(name)
+    level, error = mean(run.last(name, 10))
+    is_no_better = has_grown and level - 2 * error <= run.first(name)
     many = cut >= thresholds.MANY_CUT_OFF and (is_hopeless or is_no_better)
     if many or (cut >= 0.9 and run.level < 1.2 - cut):
         key = _limit(run)
