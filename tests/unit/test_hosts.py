@@ -23,7 +23,7 @@ from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.environments.adapters import Turn
 from torchtune_grpo.environments.kinds import make_kinds
-from torchtune_grpo.environments.sessions import in_thread
+from torchtune_grpo.machine.loop import in_thread
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rewards import Reward
 from torchtune_grpo.run import Run

@@ -17,8 +17,9 @@ from torchtune_grpo.config.text import describe
 from torchtune_grpo.data.dataset import PromptBatch
 from torchtune_grpo.environments.adapters import Reply, Turn
 from torchtune_grpo.environments.calls import read_turn
-from torchtune_grpo.environments.sessions import Session, in_thread
+from torchtune_grpo.environments.sessions import Session
 from torchtune_grpo.machine import interrupt
+from torchtune_grpo.machine.loop import in_thread
 from torchtune_grpo.machine.parallel import gather_over_ranks
 from torchtune_grpo.sandbox.remote import ObjectError, ObjectLost
 from torchtune_grpo.trajectory import Completion, Prompt, Samples, message

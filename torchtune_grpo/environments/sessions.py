@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torchtune_grpo.environments.adapters import Recipe, Reply, Turn
 from torchtune_grpo.environments.hosts import ThreadHost
@@ -140,17 +137,3 @@ def _plain(name: str, kind: str, value: object) -> object:
             "return plain data, or set environment.isolation=null."
         )
     return value
-
-
-def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call a function in a thread of its own, which a process need not wait for when it ends."""
-    future: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # including sys.exit
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -75,3 +76,18 @@ def _replace_if_blocked(loop: asyncio.AbstractEventLoop) -> None:
         with _lock:
             if _loop is loop:
                 _loop = None
+
+
+def in_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Call a function in a thread of its own, which a process need not wait for when it ends."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who waits may leave; its result is then dropped
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # including sys.exit
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
