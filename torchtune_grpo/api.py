@@ -86,16 +86,7 @@ class GRPO:
         if environment is not None:
             self._set_environment(environment)
         if tools is not None:
-            if callable(tools):
-                raise ConfigError(f"tools={shortened(repr(tools))}: give a list, as in tools=[f].")
-            for number, tool in enumerate(tools):
-                if not (isinstance(tool, str) or hasattr(tool, "__name__")):
-                    raise ConfigError(
-                        f"tools[{number}]={shortened(repr(tool))}: give a function; of a tool of "
-                        "another library, the function that it wraps."
-                    )
-            paths = [self._path(f"tools.{number}", tool) for number, tool in enumerate(tools)]
-            self.config.tools = paths
+            self._set_tools(tools)
         folder = os.path.expanduser(str(self.config.get("output_dir") or ""))
         self._folder = Path(folder).resolve()
         self.config.output_dir = str(self._folder)
@@ -121,12 +112,10 @@ class GRPO:
         """Set a key of the config, or several of a section."""
         rows = {"dataset": "data", "eval_dataset": "eval_data"}
         if name in rows and not (isinstance(value, (Mapping, str, type(None))) or callable(value)):
-            raise ConfigError(f"{name}={shortened(repr(value))}: give rows as {rows[name]}.")
+            raise _refusal(name, value, f"give rows as {rows[name]}")
         if name == "model_dir" and not isinstance(value, (str, Path)):
-            raise ConfigError(
-                f"model_dir={shortened(repr(value))}: give the path of the model's folder; "
-                "model.save_pretrained(folder) writes one."
-            )
+            remedy = "give the path of the model's folder; model.save_pretrained(folder) writes one"
+            raise _refusal(name, value, remedy)
         set_key(self.config, name, _plain(value))
 
     def _set_data(self, key: str, data: Any) -> None:
@@ -139,38 +128,42 @@ class GRPO:
             self.config[key].source = str(data)
         elif not isinstance(data, Iterable):
             name = {"dataset": "data", "eval_dataset": "eval_data"}[key]
-            raise ConfigError(f"{name}={data!r}: give rows, a file or a name on the hub.")
+            raise _refusal(name, data, "give rows, a file or a name on the hub")
         else:
             self._objects[key] = data
 
     def _set_rewards(self, rewards: Sequence[Any]) -> None:
         """Name the rewards in the config, and keep those that cannot be imported."""
         if isinstance(rewards, str) or not isinstance(rewards, Sequence):
-            given = shortened(repr(rewards))
-            raise ConfigError(f"rewards={given}: give a list, such as [(function, weight)].")
+            raise _refusal("rewards", rewards, "give a list, such as [(function, weight)]")
         nodes: list[Any] = []
         for number, reward in enumerate(rewards):
             if isinstance(reward, tuple) and len(reward) != 2:
-                raise ConfigError(
-                    f"rewards[{number}]={shortened(repr(reward))}: give (function, weight), or a "
-                    "node, as in {'_component_': f, 'weight': 0.5, 'name': 'n'}."
-                )
+                node = "{'_component_': f, 'weight': 0.5, 'name': 'n'}"
+                remedy = f"give (function, weight), or a node, as in {node}"
+                raise _refusal(f"rewards[{number}]", reward, remedy)
             function, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
             if not isinstance(function, Mapping):
                 if not (callable(function) or isinstance(function, str)):
-                    raise ConfigError(
-                        f"rewards[{number}]={shortened(repr(function))}: not a reward; give "
-                        "functions, (function, weight) pairs, dotpaths or nodes of a config."
-                    )
+                    kinds = "functions, (function, weight) pairs, dotpaths or nodes of a config"
+                    raise _refusal(f"rewards[{number}]", function, f"not a reward; give {kinds}")
                 function = {"_component_": self._path(f"rewards.{number}", function)}
             nodes.append(_plain({"weight": weight, **function}))
         self.config.rewards = nodes
 
+    def _set_tools(self, tools: Sequence[Any]) -> None:
+        if callable(tools):
+            raise _refusal("tools", tools, "give a list, as in tools=[f]")
+        for number, tool in enumerate(tools):
+            if not (isinstance(tool, str) or hasattr(tool, "__name__")):
+                remedy = "give a function; of a tool of another library, the function that it wraps"
+                raise _refusal(f"tools[{number}]", tool, remedy)
+        self.config.tools = [self._path(f"tools.{n}", tool) for n, tool in enumerate(tools)]
+
     def _set_environment(self, given: Any) -> None:
         """Name environments in the config, and keep those that cannot be imported."""
         if not (callable(given) or isinstance(given, (str, Mapping))):
-            made = shortened(repr(given))
-            raise ConfigError(f"environment={made}: give the class, not an object of it.")
+            raise _refusal("environment", given, "give the class, not an object of it")
         if not isinstance(given, Mapping):
             given = {"_component_": given}
         node = {}
@@ -366,6 +359,10 @@ class GRPO:
         run, self._run, self._recipe = self._run, None, None
         if run is not None:
             run.close()
+
+
+def _refusal(key: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError(f"{key}={shortened(repr(value))}: {remedy}.")
 
 
 def _plain(value: Any) -> Any:

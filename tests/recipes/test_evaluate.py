@@ -185,7 +185,7 @@ def test_a_killed_evaluation_goes_on_with_the_answers_it_has(whole, tmp_path):
     evaluate(whole, "--output", str(two), ranks=2, SIGNAL="evaluation 0:9")
     assert two.read_bytes() == one.read_bytes() and len([*tmp_path.iterdir()]) == 2
     refused = evaluate(whole, "--output", str(tmp_path), check=False)
-    assert refused.err == f"Error: --output={tmp_path}: is a folder; name a file in it.\n"
+    assert refused.err == f"Error: --output={tmp_path}: name a file in a folder that is there.\n"
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ COMMANDS = {
     f"torchtune-grpo sample {TINY} What?": r"What\?: not key=value; for a prompt, write --prompt ",
     f"torchtune-grpo sample {TINY} --samples 0": "argument --samples: 0: give 1 or more",
     f"torchtune-grpo sample {TINY} --num-prompts -1": "argument --num-prompts: -1: give 1 or more",
-    f"torchtune-grpo evaluate {TINY} --output no/x": "--output=no/x: there is no folder no; make i",
+    f"torchtune-grpo evaluate {TINY} --output no/x": "--output=no/x: name a file in a folder",
     f"tune run {RECIPE} --config {TINY} device=mps": "device=mps: is not available here; give cpu",
     f"tune run {RECIPE} --config=good.yaml num_stepz=1": "Did you mean num_steps?",
     f"tune run {RECIPE[:-1]} --config {TINY}": f"no recipe of this name, .* Did you mean {RECIPE}?",

@@ -88,7 +88,7 @@ def test_what_cannot_be_compared(tmp_path):
         ("- a", few, "--candidates=mine.yaml: give the changes of each candidate by its name"),
         ("a: [", few, "--candidates=mine.yaml: cannot be read: "),
         (MINE, ["dataset.num_samples=6"], "--questions=64: there are 6 rows of dataset that all"),
-        (MINE, ["--output", "no/such"], "--output=no/such: there is no folder no"),
+        (MINE, ["--output", "no/such"], "--output=no/such: name a file in a folder that is"),
         ("a: {temperature: 0.002}", [*few, "temperature=0.001"], "No candidate's samples differ"),
     ):
         done = prompts(tmp_path, *arguments, mine=mine, check=False)

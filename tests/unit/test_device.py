@@ -156,5 +156,7 @@ def test_what_a_step_draws_depends_on_nothing_before_it(monkeypatch):
 )
 def test_dtype_auto_is_what_the_cpu_has_instructions_for(monkeypatch, instructions, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True))
+    device.multiplies_bf16.cache_clear()
     run = Run(load_config("tiny_arithmetic_grpo", ["dtype=auto"]))
+    device.multiplies_bf16.cache_clear()
     assert run.cfg.dtype == run.given.dtype == dtype  # a run's record holds what was chosen

@@ -180,7 +180,7 @@ def test_keyword_arguments_are_bound():
             [{"_component_": "math_corectness_reward"}],
             "mean torchtune_grpo.rewards.math_correctness_r",
         ),
-        ([{"_component_": "math.pi"}], "math.pi: not a function or a class"),
+        ([{"_component_": "math.pi"}], "math.pi: not a class or function"),
         ([{"_component_": FORMAT}] * 2, r"rewards\[1\]\.name=.math_format_reward."),
         ([{"_component_": FORMAT, "weight": math.nan}], r"rewards\[0\]\.weight=nan: .* finite"),
         (

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig
-from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.checkpoint.model_card import CARD_FILE, ModelCard
 from torchtune_grpo.config import aliases
-from torchtune_grpo.config.check import markdown_table
+from torchtune_grpo.config.check import load_component, markdown_table
 from torchtune_grpo.config.command_line import extend_import_path, load_config
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import ConfigError, shortened, to_json, told, visible
+from torchtune_grpo.config.text import ConfigError, shortened, to_json, visible
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.run import Run
 
@@ -87,10 +86,7 @@ def config() -> None:
     )
     args = parse(parser, needs_run=False)
     extend_import_path()
-    try:
-        table = _get_component_from_path(args.table) if args.table else GRPOConfig
-    except Exception as error:
-        raise ValueError(f"--table={args.table}: cannot be imported: {told(error)}.") from error
+    table = load_component("--table", args.table) if args.table else GRPOConfig
     if args.coming_from or args.run is None:
         print(aliases.markdown() if args.coming_from else markdown_table(table))
         return

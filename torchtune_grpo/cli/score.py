@@ -15,8 +15,8 @@ from itertools import chain, combinations, groupby
 from pathlib import Path
 from statistics import fmean
 
-from torchtune_grpo.cli.commands import add_run, run_config
-from torchtune_grpo.config.text import to_json
+from torchtune_grpo.cli.commands import add_run, parse, run_config
+from torchtune_grpo.config.text import to_json, write_text
 from torchtune_grpo.environments.environment import environment_rewards
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, read, read_lines
 from torchtune_grpo.monitor.recorder import logged_column
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Scores a run's completions with other rewards.")
     add_run(parser)
     parser.add_argument("--output", type=Path, help="file to write, with a JSON line per answer")
-    args = parser.parse_intermixed_args()
+    args = parse(parser)
     folder = Path(args.run)
     rows, size = read_lines(folder / COMPLETIONS_FILE), int(run_config(args).grpo_samples)
     rows = rows[: len(rows) // size * size]  # a kill may have torn the last group
@@ -51,7 +51,7 @@ def main() -> None:
     if args.output is not None:
         pairs = zip(rows, new, strict=True)
         lines = (json.dumps(row | {"new": scores}) + "\n" for row, scores in pairs)
-        args.output.write_text("".join(lines), encoding="utf-8")
+        write_text(args.output, "".join(lines))
 
 
 def _rescore(args: argparse.Namespace, saved: Sequence[Record], size: int) -> list[Scores]:

@@ -223,20 +223,27 @@ def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) 
     Values are only checked against annotated types; the rest is up to the component. ``beside`` are
     the keys that stand beside its arguments, to suggest.
     """
-    dotpath = node._component_
+    load_component(f"{name}._component_", node._component_)
+    accepted = parameters(node._component_)
+    if accepted is not None and (problems := [*_misfits(name, node, accepted, beside)]):
+        raise ConfigError(*problems)
+
+
+def load_component(key: str, dotpath: str) -> Any:
+    """Import the class or function that a key names; a ConfigError says why it cannot be."""
     shown = dotpath.removeprefix(f"{ENGINES}.")
     try:
         component = _get_component_from_path(dotpath)
-    except Exception as error:
-        why = f"cannot be imported: {told(error)}" if "." in shown else NOT_A_PATH
-        hint = component_hint(name, dotpath).replace(f"{ENGINES}.", "")
-        raise ConfigError(f"{name}._component_={shown}: {why}{hint}") from error
+    except Exception as error:  # whatever a user's module raises
+        component, why = None, "not an import path such as torch.optim.AdamW."
+        if "." in shown:
+            why = f"cannot be imported: {told(error)}"
+    else:
+        why = "not a class or function."
     if not callable(component):
-        hint = component_hint(name, dotpath)
-        raise ConfigError(f"{name}._component_={dotpath}: not a class or function.{hint}")
-    accepted = parameters(dotpath)
-    if accepted is not None and (problems := [*_misfits(name, node, accepted, beside)]):
-        raise ConfigError(*problems)
+        hint = _component_hint(key, dotpath).replace(f"{ENGINES}.", "")
+        raise ConfigError(f"{key}={shown}: {why}{hint}")
+    return component
 
 
 def check_imports(name: str, node: DictConfig) -> None:
@@ -257,7 +264,6 @@ def check_imports(name: str, node: DictConfig) -> None:
                 raise ConfigError(f"{name}._component_={node._component_}: {needs}") from error
 
 
-NOT_A_PATH = "not an import path such as torch.optim.AdamW."
 # Key -> modules whose classes and functions are suggested for a name that cannot be imported.
 _HOMES = {
     "model": ("torchtune_grpo.models",),
@@ -276,13 +282,14 @@ _HOMES = {
 }
 
 
-def component_hint(key: str, dotpath: str) -> str:
+def _component_hint(key: str, dotpath: str) -> str:
     """Suggest the full name of a component of ours, torch's or torchtune's."""
-    if key == "model" and "/" in dotpath:
+    node = re.split(r"[.\[]", key)[0]
+    if node == "model" and "/" in dotpath:
         return " A model's folder is model_dir."
     known = [
         f"{home}.{name}"
-        for home in _HOMES.get(re.split(r"[.\[]", key)[0], ())
+        for home in _HOMES.get(node, ())
         for name, value in vars(importlib.import_module(home)).items()
         if callable(value) and value.__module__.startswith(home.partition(".")[0])
         if not name.startswith("_")

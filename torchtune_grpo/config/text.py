@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -132,19 +133,29 @@ def told(error: BaseException) -> str:
     error = error.__cause__ or error  # torchtune wraps what an import raises
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.msg} ({Path(error.filename).name}:{error.lineno})"
+    return " ".join(describe(error).split()) + place_of(error)
+
+
+def place_of(error: BaseException, function: Callable[..., object] | None = None) -> str:
+    """Return " (file:line)" of the user's line that raised an error, if there is one.
+
+    Of a function, it is else that of a library, or that where the function begins.
+    """
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    users = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)]
-    users = [frame for frame in users if "/site-packages/" not in frame[0]]
-    place = f" ({Path(users[-1][0]).name}:{users[-1][1]})" if users else ""
-    return " ".join(describe(error).split()) + place
+    theirs = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)]
+    users = [frame for frame in theirs if "/site-packages/" not in frame[0]]
+    if function is not None:
+        users = users or theirs
+        with suppress(AttributeError, TypeError):  # it is not written in Python
+            code = inspect.unwrap(getattr(function, "__func__", function)).__code__
+            users = users or [(code.co_filename, code.co_firstlineno)]
+    return f" ({Path(users[-1][0]).name}:{users[-1][1]})" if users else ""
 
 
 def check_writable(key: str, file: Path) -> None:
     """Raise a ValueError if ``write_text`` could not write a file that ``key`` names."""
-    if file.is_dir():
-        raise ValueError(f"{key}={file}: is a folder; name a file in it.")
-    if not file.parent.is_dir():
-        raise ValueError(f"{key}={file}: there is no folder {file.parent}; make it first.")
+    if file.is_dir() or not file.parent.is_dir():
+        raise ValueError(f"{key}={file}: name a file in a folder that is there.")
     try:
         write_text(file.with_name(f".{file.name}.try"), "").unlink()
     except ValueError as error:

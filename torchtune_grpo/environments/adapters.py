@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torchtune_grpo.config.text import describe
+from torchtune_grpo.config.text import describe, place_of
 from torchtune_grpo.environments.results import (
     observation_of,
     reset_arguments,
@@ -25,9 +23,6 @@ from torchtune_grpo.environments.results import (
 from torchtune_grpo.sandbox.remote import ObjectError
 from torchtune_grpo.sandbox.wire import NotPlain, dump
 from torchtune_grpo.sandbox.worker import Wait, seed_generators
-
-_PACKAGE = str(Path(__file__).parents[1])
-_NOT_USERS = (_PACKAGE, str(Path(inspect.__file__).parent))
 
 
 class Turn(NamedTuple):
@@ -62,20 +57,8 @@ def naming(method: str, function: Callable[..., object]) -> Iterator[None]:
     except UserCodeError:
         raise
     except BaseException as error:
-        place = _place(error, function)
+        place = place_of(error, function)
         raise UserCodeError(f"{method}() raised {describe(error)}{place}") from error
-
-
-def _place(error: BaseException, function: Callable[..., object]) -> str:
-    """Return the file and line that raised an error: the user's, or else a library's, or else where
-    a function begins."""
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    theirs = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)]
-    users = [frame for frame in theirs if "/site-packages/" not in frame[0]] or theirs
-    with suppress(AttributeError, TypeError):  # it is not written in Python
-        code = inspect.unwrap(getattr(function, "__func__", function)).__code__
-        users = users or [(code.co_filename, code.co_firstlineno)]
-    return f" ({Path(users[-1][0]).name}:{users[-1][1]})" if users else ""
 
 
 class Adapter:

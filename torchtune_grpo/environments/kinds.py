@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
-from torchtune.config._utils import _get_component_from_path
 from transformers.utils.chat_template_utils import get_json_schema
 
-from torchtune_grpo.config.check import arguments_of, check_component
+from torchtune_grpo.config.check import arguments_of, check_component, load_component
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import EnvironmentConfig
-from torchtune_grpo.config.text import ConfigError, describe, shortened, suggest, told
+from torchtune_grpo.config.text import ConfigError, describe, shortened, suggest
 from torchtune_grpo.environments.adapters import (
     Adapter,
     InlineAdapter,
@@ -57,7 +56,7 @@ def make_kinds(
     schemas = []
     for number, path in enumerate(tools):
         key, given = f"tools[{number}]", objects.get(f"tools.{number}")
-        function = given or _load(key, path)
+        function = given or load_component(key, path)
         if (name := function.__name__) in functions:
             raise ConfigError(f"{key}={path}: {functions[name]} is called {name}, too; rename one.")
         functions[name] = given or path
@@ -99,7 +98,7 @@ def _kind(
     if given is None:
         beside = EnvironmentConfig.model_fields if key == "environment" else ()
         check_component(key, DictConfig(dict(node)), beside=beside)
-        component = _load(key, path)
+        component = load_component(key, path)
     arguments = arguments_of(node)
     of = _class_of(key, path, component, arguments)
     if not callable(getattr(of, "reset", None)):
@@ -153,13 +152,6 @@ def _tool_methods(of: type) -> list[str]:
     if callable(step) and inspect.signature(step).return_annotation not in (str, "str"):
         return []
     return methods
-
-
-def _load(key: str, path: str) -> Any:
-    try:
-        return _get_component_from_path(path)
-    except Exception as error:
-        raise ConfigError(f"{key}={path}: cannot be imported: {told(error)}") from error
 
 
 def _schema(key: str, function: Callable[..., Any], is_method: bool = False) -> Mapping[str, Any]:

@@ -12,12 +12,11 @@ from typing import Any, Literal, TypeVar, get_args
 
 from omegaconf import OmegaConf
 from pydantic import Field
-from torchtune.config._utils import _get_component_from_path
 
-from torchtune_grpo.config.check import NOT_A_PATH, component_hint, read
+from torchtune_grpo.config.check import load_component, read
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import Float, Keys, PositiveFloat, Text
-from torchtune_grpo.config.text import ConfigError, describe, suggest, told
+from torchtune_grpo.config.text import ConfigError, describe, suggest
 from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import MAX_WORKERS, FunctionWorker, WorkerPool
 from torchtune_grpo.trajectory import Completion, Prompt
@@ -218,16 +217,11 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
 def _load(path: str, key: str, given: Any) -> tuple[Callable[..., Any], inspect.Signature]:
     """Load a component, unless it is given, and its signature."""
     extend_import_path()
+    component = load_component(f"{key}._component_", path) if given is None else given
     try:
-        component: Any = _get_component_from_path(path) if given is None else given
-        if not callable(component):
-            raise ConfigError(f"{key}._component_={path}: not a function or a class.")
         return component, inspect.signature(component)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a user's module
-        why = f"cannot be imported: {told(error)}" if "." in path else NOT_A_PATH
-        raise ValueError(f"{key}._component_={path}: {why}{component_hint(key, path)}") from error
+    except ValueError as error:  # some that are not written in Python
+        raise ValueError(f"{key}._component_={path}: {error}.") from error
 
 
 def _check_arguments(
