@@ -153,7 +153,7 @@ class Endpoint:
         if min(self.limit, self.tries, self.timeout) <= 0:
             raise ValueError("limit, tries and timeout: give numbers above 0")
 
-    def body(self, text: str) -> dict[str, object]:
+    def body(self, text: str) -> dict[str, Any]:
         """Return the request that has a text as its only message."""
         messages = [{"role": "user", "content": text}]
         return {"model": self.model, "temperature": 0, **self.request, "messages": messages}
