@@ -26,7 +26,7 @@ from torchtune_grpo.checkpoint.resume import restore_optimizer
 from torchtune_grpo.config.check import check_imports, instantiate, read_config
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
 from torchtune_grpo.config.text import noted
-from torchtune_grpo.data.dataset import Item, PromptData, collate_prompts
+from torchtune_grpo.data.dataset import Item, PromptData, collate_prompts, first_prompts
 from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.environments.environment import (
     Environment,
@@ -178,30 +178,27 @@ class Run:
         """Load the data set of a config's key, and check it against the rewards and the model."""
         tokenizer = prompt_tokenizer(self.environment_kinds, self.tokenizer)
         dataset = self._read_rows(key, getattr(cfg, key), tokenizer)
-        dataset.check(partial(self._check_prompts, key), where=key)
+        self.check_dataset(dataset, key)
         return dataset
 
     def _read_rows(self, key: str, node: DictConfig, tokenizer: Any) -> PromptData:
         rows = {"rows": self._objects[key]} if key in self._objects else {}
-        dataset: PromptData = instantiate(key, node, tokenizer, **rows)
-        self._check_rows(dataset, key)
-        return dataset
+        return instantiate(key, node, tokenizer, **rows)
 
-    def _check_rows(self, dataset: PromptData, key: str) -> None:
+    def check_dataset(self, dataset: PromptData, key: str, *, has_model: bool = True) -> None:
+        """Check that rewards can score answers to its rows, and that its prompts fit the model."""
         if self.environment_kinds:
             dataset.check(self._check_kinds, where=key)
         self.rewards.check_data(dataset, key=key)
-
-    def check_dataset(self, dataset: PromptData, key: str) -> None:
-        """Check that rewards can score answers to its rows, and that its prompts fit the model."""
-        self._check_rows(dataset, key)
-        dataset.check(partial(self._check_prompts, key), where=key)
+        if has_model:
+            dataset.check(partial(self._check_prompts, key), where=key)
 
     def _check_rows_alone(self, key: str) -> None:
         """Read rows and columns while the model is not there, with a tokenizer that always is."""
         if (node := getattr(self.cfg, key)) is not None:
             node = DictConfig({k: v for k, v in node.items() if k != "max_prompt_tokens"})
-            self._read_rows(key, node, HFTokenizer(str(SHIPPED)))
+            dataset = self._read_rows(key, node, HFTokenizer(str(SHIPPED)))
+            self.check_dataset(dataset, key, has_model=False)
 
     def _check_kinds(self, items: Sequence[Item]) -> dict[int, str | None]:
         kinds = self.environment_kinds
@@ -237,27 +234,14 @@ class Run:
         """The evaluator of policies on the held-out prompts, if there are any."""
         if self.eval_dataset is None:
             return None
-        seen = self._trained_prompts(self.eval_dataset)
+        seen = 0.0  # as without training
+        if "dataset" in vars(self):
+            held_out, trained = map(first_prompts, (self.eval_dataset, self.dataset))
+            seen = len(held_out & trained) / len(held_out)
         if seen:
-            said = (
-                f"eval_dataset: dataset has {seen:.0%} of its prompts, too, which are not held out"
-            )
-            utils.log_rank_zero(log, f"{said}; give another split or other rows.")
+            too = f"dataset has {seen:.0%} of its prompts, too, which are not held out"
+            utils.log_rank_zero(log, f"eval_dataset: {too}; give another split or other rows.")
         return self.make_evaluator(self.eval_dataset, self.cfg, trained_on=seen)
-
-    def _trained_prompts(self, held_out: PromptData) -> float:
-        """Return the share of a data set's first prompts that are among those to train on."""
-        if "dataset" not in vars(self):  # as without training
-            return 0.0
-        found: list[set[tuple[int, ...]]] = []
-
-        def note(items: Sequence[Item]) -> dict[int, str | None]:
-            found.append({tuple(item["tokens"]) for item in items})
-            return {}
-
-        for dataset in (held_out, self.dataset):
-            dataset.check(note, where="", drawn_rows=False)
-        return len(found[0] & found[1]) / len(found[0])
 
     def items_of(self, prompts: Sequence[object]) -> list[Item]:
         """Turn prompts from outside the data set into items like its own."""

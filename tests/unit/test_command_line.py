@@ -73,10 +73,7 @@ def test_a_config_starts_from_another(config, tmp_path):
     assert cfg.log_dir == "out/logs" and "base_config" not in cfg
     child.write_text("base_config: my.yaml\nmodel: {_component_: other.model}\n")
     assert load_config(str(child)).model == {"_component_": "other.model"}
-    for base, said in (
-        ("none", "base_config=none.yaml: "),
-        ("child", ".* starts from itself"),
-    ):
+    for base, said in (("none", "base_config=none.yaml: "), ("child", ".* starts from itself")):
         child.write_text(f"base_config: {base}.yaml\n")
         with pytest.raises(ValueError, match=said):
             load_config(str(child))

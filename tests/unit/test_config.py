@@ -68,11 +68,7 @@ BAD = [
     ("output_dir=/tmp/Llama-3.2-1B-Instruct", "output_dir=", "another folder"),
     ("output_dir=o adapter_dir=o/step_2/adapter", "adapter_dir=o/step_2", "another out"),
     ("optimizer=torch.optim.AdamX", "optimizer._component_=torch.optim.AdamX", "torch.optim.Ada"),
-    (
-        "optimizer=AdamW",
-        "AdamW: not an import path",
-        "mean torch.optim.AdamW?",
-    ),
+    ("optimizer=AdamW", "AdamW: not an import path", "mean torch.optim.AdamW?"),
     ("metric_logger=wandb", "metric_logger._component_=wandb", "metric_logging.WandBLogger?"),
     ("sampler=no.Such", "sampler._component_=no.Such: cannot be imported", "No module named"),
     (

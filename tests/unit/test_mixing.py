@@ -9,7 +9,7 @@ from rows import Bytes
 
 from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.data import MixedSampler
-from torchtune_grpo.data.dataset import collate_prompts
+from torchtune_grpo.data.dataset import collate_prompts, first_prompts
 from torchtune_grpo.data.samplers import make_sampler
 from torchtune_grpo.rewards import RewardSet, TrainerState
 
@@ -35,6 +35,7 @@ def test_rows_have_the_columns_of_all_and_the_name_of_theirs():
     assert [item["index"] for item in dataset] == [*range(8)] and dataset[-1] == dataset[7]
     assert dataset[4]["columns"] == {"answer": "5", "word": None, "dataset": "addition"}
     assert dataset[5]["columns"] == {"answer": None, "word": "a", "dataset": "words"}
+    assert first_prompts(dataset) == {(*b"spell it",), *((*b"%d + 1?" % n,) for n in range(5))}
     faults = {6: "odd"}
     dataset.check(
         lambda items: {i: faults.get(each["index"]) for i, each in enumerate(items)}, where="data"

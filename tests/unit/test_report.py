@@ -130,23 +130,16 @@ def test_without_javascript_the_verdict_can_be_read(tmp_path):
     data = of_run(folder)
     text = (folder / "run.html").read_text(encoding="utf-8")
     (static,) = re.findall('<section id="verdict">(.*?)</section>', text, re.S)
-    assert (
-        f"<h1>{html.escape(data['verdict']['headline'])}</h1><p>" in static
-        and "&lt;/script&gt;" in static
-    )
+    headline = html.escape(data["verdict"]["headline"])
+    assert f"<h1>{headline}</h1><p>" in static and "&lt;/script&gt;" in static
     assert {*re.findall("<[^>]*>", static)} == {"<h1>", "</h1>", "<p>", "</p>"}
     assert '<span id="name">&lt;b&gt;</span>' in text
 
 
 def test_what_a_run_cannot_do_is_not_shown(tmp_path):
     """Tokens clipped at one epoch, shares of more than 1, no step in a run that is over."""
-    step = {
-        "kind": "step",
-        "reward": 0.9,
-        "reward_std_in_group": 0.4,
-        "clip_ratio/region_mean": 0.0,
-    }
-    steps = [{**step, "step": n} for n in (1, 2)]
+    step = {"kind": "step", "reward": 0.9, "reward_std_in_group": 0.4}
+    steps = [{**step, "clip_ratio/region_mean": 0.0, "step": n} for n in (1, 2)]
     data = of_events(tmp_path, *steps, evaluation(2, accuracy=[0, 1]))
     (reward,) = panel(data, "Reward")["lines"]
     assert (reward["low"], reward["high"]) == ([0.5, 0.5], [1.0, 1.0])

@@ -416,6 +416,18 @@ class PromptBatch:
     step_indices: list[int]  # positions among the step's prompts of all ranks, ascending
 
 
+def first_prompts(dataset: PromptData) -> set[tuple[int, ...]]:
+    """Return the prompts in tokens that are read at the start, those of each mixed data set."""
+    found: set[tuple[int, ...]] = set()
+
+    def note(items: Sequence[Item]) -> dict[int, str | None]:
+        found.update(tuple(item["tokens"]) for item in items)
+        return {}
+
+    dataset.check(note, where="", drawn_rows=False)
+    return found
+
+
 def collate_prompts(
     items: Sequence[Item],
     *,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.config.text import to_json
+from torchtune_grpo.config.text import to_json, write_text
 from torchtune_grpo.data.dataset import Item
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank
 
@@ -50,9 +50,7 @@ class KeptAnswers:
             except ValueError:  # a kill has torn it
                 break
         known = lines[1:] if lines[:1] == [self._head] else []
-        beside = self._path.with_name(f"{self._path.name}.new")
-        beside.write_text("".join(json.dumps(each) + "\n" for each in (self._head, *known)))
-        beside.replace(self._path)
+        write_text(self._path, "".join(json.dumps(each) + "\n" for each in (self._head, *known)))
         return known
 
     def of(self, kind: str) -> dict[int, list[Answer]]:

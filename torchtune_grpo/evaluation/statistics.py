@@ -132,6 +132,13 @@ def kind_of(evaluation: Mapping[str, Any]) -> str:
     return "trained-on" if evaluation.get("trained_on", 0) >= 0.5 else "held-out"
 
 
+def full_title(name: str, evaluation: Mapping[str, Any]) -> str:
+    """Return a number's title with the problems that it is about, to begin a sentence."""
+    title = title_of(name, evaluation)
+    what = f"mean of {title}" if name == "accuracy" != title else title
+    return f"{kind_of(evaluation).capitalize()} {what}"
+
+
 def in_one_line(evaluation: Mapping[str, object]) -> str:
     """Put an evaluation in words: ``held-out accuracy 0.914 [0.859, 0.961], pass@1 0.873, ...``."""
     title = title_of("accuracy", evaluation)
@@ -200,9 +207,7 @@ class Comparison:
     def headline(self) -> str:
         name = self.decisive
         before, after = (each[f"eval/{name}"] for each in (self.before, self.after))
-        what = f"{kind_of(self.after).capitalize()} {title_of(name, self.after)}"
-        if name == "accuracy" != title_of(name, self.after):
-            what = f"{kind_of(self.after).capitalize()} mean of {title_of(name, self.after)}"
+        what = full_title(name, self.after)
         if self.before is self.after:
             score = scores_of(self.after)["accuracy"]
             return f"{what} is {score} after step {self.after['step']}."
@@ -245,22 +250,15 @@ class Comparison:
             f"improved and {(new < old).sum()} got worse."
         ]
         least = f"With {len(old)} problems, changes below {(test.high - test.low) / 2:.2f} may be"
-        match self.tone, test.difference < 0:
-            case "bad", _:
-                found.append("Training made it worse: lower optimizer.lr, and take an earlier one.")
-            case "good", _:
-                is_solved = float(self.after[ACCURACY]) >= SOLVED
-                more = "harder prompts" if is_solved else "more num_steps"
-                found.append(f"Take this checkpoint; {more} may teach it more.")
-            case _, True:
-                found.append(
-                    f"{least} chance. Evaluate on more problems (eval_dataset), or lower "
-                    "optimizer.lr and take an earlier checkpoint."
-                )
-            case _:
-                found.append(
-                    f"{least} chance. Train longer, or evaluate on more problems (eval_dataset)."
-                )
+        is_solved = float(self.after[ACCURACY]) >= SOLVED
+        more, has_fallen = "harder prompts" if is_solved else "more num_steps", test.difference < 0
+        otherwise = "lower optimizer.lr" if has_fallen else "train longer"
+        advice = {
+            "good": f"Take this checkpoint; {more} may teach it more.",
+            "bad": "Training made it worse: lower optimizer.lr, and take an earlier checkpoint.",
+            "unsure": f"{least} chance. Evaluate on more problems (eval_dataset), or {otherwise}.",
+        }
+        found.append(advice[self.tone])
         if title_of("accuracy", self.after) != "accuracy":
             found.append("No reward is known to tell right from wrong; deciding_reward names one.")
         return found

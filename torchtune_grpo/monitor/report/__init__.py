@@ -257,12 +257,8 @@ def _static(found: Record) -> str:
     said = [("h1", found["headline"]), *(("p", each) for each in found["why"])]
     for each in found["findings"]:
         if each["until"] is None:
-            texts = (
-                f"{each['name']} since step {each['since']}:",
-                each["evidence"],
-                each["remedy"],
-            )
-            said.append(("p", " ".join(texts)))
+            since = f"{each['name']} since step {each['since']}"
+            said.append(("p", f"{since}: {each['evidence']} {each['remedy']}"))
     return "".join(f"<{tag}>{html.escape(visible(text))}</{tag}>" for tag, text in said)
 
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from itertools import accumulate
 from typing import Any
 
-from torchtune_grpo.evaluation.statistics import kind_of, scores_of, title_of
+from torchtune_grpo.evaluation.statistics import full_title, scores_of, title_of
 from torchtune_grpo.monitor.record import Measured, RunRecord, metric
 
 MAX_POINTS = 1000  # in a curve; of a longer run, every k-th step is drawn
@@ -30,10 +30,9 @@ def panels(run: RunRecord) -> list[Panel]:
             names = dict.fromkeys(name for each in run.evaluations for name in scores_of(each))
             lines = [_score(run.evaluations, name) for name in names]
             if lines:
-                kind, title = kind_of(run.evaluations[-1]).capitalize(), lines[0]["label"]
-                panel = {**panel, "title": f"{kind} {title}"}
-                if title != "accuracy":
-                    panel |= {"title": f"{kind} mean of {title}", "axis": "free"}
+                panel = {**panel, "title": full_title("accuracy", run.evaluations[-1])}
+                if lines[0]["label"] != "accuracy":
+                    panel["axis"] = "free"
         elif panel["curves"] == "pass rates":
             lines = _pass_rates(steps) if run.decider else []
         else:
