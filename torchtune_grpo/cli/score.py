@@ -42,10 +42,8 @@ def main() -> None:
             f"{folder}: has no {COMPLETIONS_FILE}; give a run with log_groups above 0."
         )
     sampled = size * sum(len(event["prompts"]["reward"]) for event in read(folder, "step"))
-    old, new = (
-        [{"total": row["reward"], **row["rewards"]} for row in rows],
-        _rescore(args, rows, size),
-    )
+    old = [{"total": row["reward"], **row["rewards"]} for row in rows]
+    new = _rescore(args, rows, size)
     share = f"{len(rows) / sampled:.0%} of the run's answers are saved, informative groups first"
     print(f"{len(rows) // size} groups of {size}: {share}.", *_table(old, new, size), sep="\n")
     if args.output is not None:
@@ -86,8 +84,8 @@ def _columns(data: Run, row: Record) -> Mapping[str, object]:
     """Return a row's columns, which the record may have cut, if its prompt is what it was."""
     item = data.dataset[row["prompt_index"]]
     now = {name: logged_column(value) for name, value in item["columns"].items()}
-    then = {name: value for name, value in row["columns"].items() if name in now}
-    if str(item["prompt"]) != row["prompt"] or then != {name: now[name] for name in then}:
+    changed = any(now.get(name, then) != then for name, then in row["columns"].items())
+    if changed or str(item["prompt"]) != row["prompt"]:
         raise ValueError(
             f"dataset: prompt {row['prompt_index']} or its columns are not what they were; give "
             "the data that the run had."
@@ -99,9 +97,9 @@ def _completion(data: Run, row: Record) -> Completion:
     """Return a completion; an environment's own reward stays what it was."""
     text = row["completion"]
     messages = row.get("messages", [message("assistant", text)])
-    kinds = [reward.name for reward in environment_rewards(data.environment_kinds)]
-    own = {kind: row["rewards"].get(kind) for kind in kinds}
-    kind, reward = next((each for each in own.items() if each[1] is not None), ("", None))
+    kinds = {reward.name for reward in environment_rewards(data.environment_kinds)}
+    given = [each for each in row["rewards"].items() if each[0] in kinds and each[1] is not None]
+    kind, reward = given[0] if given else ("", None)
     return Completion(text, messages, row["ended"], kind=kind, reward=reward)
 
 

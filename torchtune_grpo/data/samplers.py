@@ -105,11 +105,8 @@ class ShuffledSampler:
             if self._rest and rate is not None and not 0 < rate < 1:
                 resting[row] = place // self._size + 1 + self._rest
             self._drawn = place + 1
-        self._back = {row: number for row, number in resting.items() if number > self._pass}
-
-    @property
-    def _pass(self) -> int:
-        return self._drawn // self._size
+        now = self._drawn // self._size
+        self._back = {row: number for row, number in resting.items() if number > now}
 
     @property
     def epoch(self) -> float:

@@ -88,12 +88,15 @@ class JudgeReward:
             request = self._request(*asks[first], shown)
             counts[request] = len(shown)
             places += [(request, shown.index(answers[row])) for row in (first, *others)]
-        marks, tokens = await self._marks(counts)
+        slots, tokens = asyncio.Semaphore(self._endpoint.limit), list[int]()
+        marks_of = (self._marks(request, n, slots, tokens) for request, n in counts.items())
+        found = await asyncio.gather(*marks_of, return_exceptions=True)
+        marks = dict(zip(counts, found, strict=True))
         if log_metric is not None:
             log_metric("requests", len(tokens) / len(answers))
             log_metric("tokens", sum(tokens) / len(answers))
-        found = [(marks[request], place) for request, place in places]
-        return [m if isinstance(m, BaseException) else m[place] / self._best for m, place in found]
+        own = [(marks[request], place) for request, place in places]
+        return [m if isinstance(m, BaseException) else m[place] / self._best for m, place in own]
 
     def _request(self, rubric: str, question: str, answers: Sequence[str]) -> str:
         # No answer can hold a digest of itself, and so none can close its fence or open another.
@@ -110,21 +113,20 @@ class JudgeReward:
         )
 
     async def _marks(
-        self, counts: Mapping[str, int]
-    ) -> tuple[dict[str, list[float] | BaseException], list[int]]:
-        """Return each request's marks, and the tokens of those that went to the judge."""
-        keys = {request: _digest(self._endpoint.body(request)) for request in counts}
-        tokens: list[int] = []
+        self, request: str, count: int, slots: asyncio.Semaphore, tokens: list[int]
+    ) -> list[float]:
+        """Return the marks of a request's answers; note the tokens of each reply to it."""
 
-        def read(request: str, reply: Any) -> list[float]:
+        def read(reply: Any) -> list[float]:
             text = str(reply["choices"][0]["message"]["content"])
             tokens.append((reply.get("usage") or {}).get("total_tokens", 0))
-            return self._cache.add(keys[request], self._read(text, counts[request]))
+            return self._read(text, count)
 
-        known = {request: self._cache.get(key) for request, key in keys.items()}
-        to_ask = [request for request, marks in known.items() if marks is None]
-        found = dict(zip(to_ask, await self._endpoint.ask(to_ask, read), strict=True))
-        return {n: m for n, m in known.items() if m is not None} | found, tokens
+        key = _digest(self._endpoint.body(request))
+        known = self._cache.get(key)
+        if known is not None:
+            return known
+        return self._cache.add(key, await self._endpoint.ask(request, read, slots))
 
     def _read(self, text: str, count: int) -> list[float]:
         """Return the marks in a reply that consists of them alone."""
@@ -158,39 +160,32 @@ class Endpoint:
         messages = [{"role": "user", "content": text}]
         return {"model": self.model, "temperature": 0, **self.request, "messages": messages}
 
-    async def ask(
-        self, texts: Sequence[str], read: Callable[[str, Any], T]
-    ) -> list[T | BaseException]:
-        """Return what ``read(text, reply)`` finds in the reply to each text, or what went wrong.
+    async def ask(self, text: str, read: Callable[[Any], T], slots: asyncio.Semaphore) -> T:
+        """Return what ``read`` finds in the reply to a text, or raise what the last try met.
 
         A reply that it refuses (ValueError, LookupError, TypeError) is asked for again.
         """
-        slots = asyncio.Semaphore(self.limit)
-
-        async def reply_to(text: str) -> T:
-            why, pause = "", self.pause
-            for number in range(self.tries):
-                if number:
-                    await asyncio.sleep(min(pause, _LONGEST_PAUSE))
-                    pause *= 2
-                try:
-                    async with slots, asyncio.timeout(self.timeout):
-                        reply = await asyncio.wrap_future(loop.in_thread(self._post, text))
-                    if reply.ok:
-                        return read(text, reply.json())
-                    why = f"HTTP {reply.status_code}: {reply.text}"
-                    if reply.status_code < 500 and reply.status_code not in _TRY_AGAIN:
-                        break
-                    with suppress(ValueError):  # it may be a date
-                        pause = max(pause, float(reply.headers.get("Retry-After", "")))
-                except TimeoutError:
-                    why = f"no reply within {self.timeout:g} s"
-                except (OSError, ValueError, LookupError, TypeError) as error:
-                    why = f"{type(error).__name__}: {error}"
-            why = why.replace(self._key, "...") if self._key else why
-            raise RuntimeError(f"{self.url}: {shortened(why, 200)} (try {number + 1})")
-
-        return await asyncio.gather(*map(reply_to, texts), return_exceptions=True)
+        why, pause = "", self.pause
+        for number in range(self.tries):
+            if number:
+                await asyncio.sleep(min(pause, _LONGEST_PAUSE))
+                pause *= 2
+            try:
+                async with slots, asyncio.timeout(self.timeout):
+                    reply = await asyncio.wrap_future(loop.in_thread(self._post, text))
+                if reply.ok:
+                    return read(reply.json())
+                why = f"HTTP {reply.status_code}: {reply.text}"
+                if reply.status_code < 500 and reply.status_code not in _TRY_AGAIN:
+                    break
+                with suppress(ValueError):  # it may be a date
+                    pause = max(pause, float(reply.headers.get("Retry-After", "")))
+            except TimeoutError:
+                why = f"no reply within {self.timeout:g} s"
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                why = f"{type(error).__name__}: {error}"
+        why = why.replace(self._key, "...") if self._key else why
+        raise RuntimeError(f"{self.url}: {shortened(why, 200)} (try {number + 1})")
 
     @property
     def _key(self) -> str | None:
