@@ -188,6 +188,11 @@ ONE_TURN = (
 )
 
 
+def explained_by_rounding(dtype: torch.dtype) -> tuple[str, float]:
+    """Return which difference of an engine's log-probs from the trainer's counts, and its bound."""
+    return ("max", 0.01) if dtype == torch.float32 else ("mean", 0.1)
+
+
 def must_stop(deadline: float | None) -> Callable[[], bool]:
     """Return a function that tells between tokens if a deadline or an interrupt ends a rollout.
 

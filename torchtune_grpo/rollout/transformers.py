@@ -22,9 +22,9 @@ from torchtune_grpo.rollout.request import (
     Progress,
     RolloutEngine,
     RolloutRequest,
+    explained_by_rounding,
     must_stop,
 )
-from torchtune_grpo.rollout.vllm import LARGEST_FLOAT32, MEAN_BF16
 from torchtune_grpo.trajectory import Samples
 
 MAX_ROWS = 64  # at once, where the config does not say
@@ -85,8 +85,7 @@ class TransformersEngine(RolloutEngine):
 
     def check_step(self, metrics: Mapping[str, float]) -> None:
         """Raise a ValueError if padding or the cache have made another model of the policy."""
-        is_exact = self._model.hf.dtype == torch.float32
-        kind, bound = ("max", LARGEST_FLOAT32) if is_exact else ("mean", MEAN_BF16)
+        kind, bound = explained_by_rounding(self._model.hf.dtype)
         gap = metrics.get(f"sampling/sampling_logp_difference/{kind}", 0.0)
         if not gap <= bound:  # NaN, too
             name = self._model.hf.config.model_type

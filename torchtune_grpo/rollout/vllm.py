@@ -50,6 +50,7 @@ from torchtune_grpo.rollout.request import (
     RolloutEngine,
     RolloutRequest,
     StopStrings,
+    explained_by_rounding,
     must_stop,
 )
 from torchtune_grpo.rollout.sampling import filters_in
@@ -59,8 +60,6 @@ log = utils.get_logger("INFO")
 
 TESTED = "0.32."
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures and refuses higher ones
-# What rounding explains of the log-probs' differences: the largest, and the mean.
-LARGEST_FLOAT32, MEAN_BF16 = 0.01, 0.1
 COMPARED = 64  # most tokens of each rollout that the trainer computes, too
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 PREFILL_TOKENS = 4096  # of all prompts that are computed at once
@@ -96,8 +95,7 @@ class VLLMEngine(RolloutEngine):
             )
         self._context, self._model, self._memory_share = context, context.model, memory_share
         self._dtype = context.model.tok_embeddings.weight.dtype
-        is_exact = self._dtype == torch.float32
-        self._bound = ("max", LARGEST_FLOAT32) if is_exact else ("mean", MEAN_BF16)
+        self._bound = explained_by_rounding(self._dtype)
         self._max_model_len = min(max_model_len, context.model.max_seq_len)
         modules, adapters = dict(context.model.named_modules()), adapter_names(context.model)
         # A parameter's name -> its module, and its name there

@@ -96,7 +96,7 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
         raise ValueError(
             f"model._component_={component}: torchtune 0.6.1 computes another model than Gemma 2's "
             "weights are for (the norms around its feed-forward are swapped, and logits are capped "
-            "before the output projection); train another model."
+            "before the output projection); set it to torchtune_grpo.models.hf_model."
         )
     hf_config = hf_config_of(cfg.checkpointer)
     theirs, ours = str(hf_config.get("model_type", "")), cfg.checkpointer.get("model_type")
