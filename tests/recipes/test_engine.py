@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.config.text import ConfigError
-from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import check_engine, make_engine
 from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.rollout.torchtune import TorchtuneEngine
@@ -144,9 +144,8 @@ def test_what_an_engine_has_not_declared_is_refused(own, options, said):
 def test_an_engine_that_stands_in_for_the_native_one_is_given_no_turns_either():
     """As torchtune's does for a model that the native one does not recognise."""
     engine = TorchtuneEngine(EngineContext(build_policy(), RolloutConfig(), torch.device("cpu")))
-    nothing = dict(tokenizer=None, group_size=1, params=None, prefill="", seed=0, step=0)
     with pytest.raises(ValueError, match="rollout.engine: TorchtuneEngine .*one turn.* to native"):
-        sample_groups(engine, None, environment=object(), **nothing)
+        engine.generate(SimpleNamespace(turns=object()))
 
 
 @pytest.mark.parametrize("chosen", ["my_engine.Short", "vllm", "my_engine.MyVLLM"])

@@ -90,7 +90,7 @@ def test_a_config_is_checked_against_the_arguments_of_the_class(name):
     with pytest.raises(ValueError) as raised:
         check_component("dataset", node)
     for key in ("max_prompt_tokens='x'", "chat=3"):
-        assert f"dataset.{key}: should be a valid " in str(raised.value)
+        assert f"dataset.{key}: should be " in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["RLDataset", *PRESETS[:2]])

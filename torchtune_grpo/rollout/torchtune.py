@@ -12,6 +12,7 @@ from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.rollout.batch import Transcript
 from torchtune_grpo.rollout.graphs import Buffers
 from torchtune_grpo.rollout.request import (
+    ONE_TURN,
     Capabilities,
     EngineContext,
     Progress,
@@ -44,6 +45,8 @@ class TorchtuneEngine(RolloutEngine):
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def generate(self, request: RolloutRequest) -> Samples:
+        if request.turns is not None:  # it may stand in for the native engine
+            raise ValueError(f"rollout.engine: {type(self).__name__} {ONE_TURN}")
         stop = must_stop(self._settings.deadline)
         device = next(self._model.parameters()).device
         group, total = request.group_size, request.num_rows
