@@ -73,6 +73,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             tie_word_embeddings=True,
         ),
     ),
+    "seed_oss": (
+        "seed_oss",
+        dict(head_dim=16, attention_out_bias=False),  # with dropouts, as published
+    ),
     "ministral3": (
         "ministral3",
         dict(
@@ -96,8 +100,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "arcee": ("arcee", dict()),
     "glm": ("glm", dict(head_dim=16)),
     "glm4": ("glm4", dict(head_dim=16)),
+    "nemotron": ("nemotron", dict(head_dim=16)),
+    "starcoder2": (
+        "starcoder2",
+        dict(hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, sliding_window=8),
+    ),
+    "cwm": (
+        "cwm",
+        dict(head_dim=16, sliding_window=8, layer_types=["full_attention", "sliding_attention"])
+        | dict(rope_parameters=_LLAMA3_ROPE, bos_token_id=0, eos_token_id=1),
+    ),
+    "ernie4_5": ("ernie4_5", dict(head_dim=16, use_bias=True, tie_word_embeddings=True)),
+    "exaone4": (
+        "exaone4",
+        dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    ),
+    "exaone4_full": ("exaone4", dict(sliding_window=None, layer_types=["full_attention"] * 2)),
     "granitemoehybrid": (
         "granitemoehybrid",
         dict(num_local_experts=0, shared_intermediate_size=72, position_embedding_type="rope")
@@ -105,6 +126,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(embedding_multiplier=12.0, attention_multiplier=0.2)
         | dict(residual_multiplier=0.22, logits_scaling=8.0),
     ),
+    "helium": ("helium", dict(head_dim=12, attention_bias=True)),
+    "internlm3": ("internlm3", dict(head_dim=16, attention_bias=True, mlp_bias=True)),
+    "iquestcoder": ("iquestcoder", dict(head_dim=16)),
+    "jais2": ("jais2", dict()),
+    "stablelm": ("stablelm", dict(num_attention_heads=2, use_qkv_bias=True)),
     "gemma": ("gemma", dict(head_dim=16, hidden_act="gelu", tie_word_embeddings=True)),
     "gemma3": (
         "gemma3_text",

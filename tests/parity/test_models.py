@@ -160,9 +160,18 @@ SAVED = {
     "granite": hub("granite"),
     "phi3": hub("phi3"),
     "phi3_longrope": hub("phi3_longrope", **DORA, lora_attn_modules=["k_proj"]),
+    "arcee": hub("arcee", **DORA),
     "glm4": hub("glm4", **DORA),
+    "nemotron": hub("nemotron"),
+    "starcoder2": hub("starcoder2", **DORA),
+    "cwm": hub("cwm"),
+    "ernie4_5": hub("ernie4_5", **DORA),
+    "exaone4": hub("exaone4"),
     "gemma": hub("gemma"),
     "granitemoehybrid": hub("granitemoehybrid", **DORA, lora_attn_modules=["q_proj"]),
+    "helium": hub("helium", **DORA),
+    "jais2": hub("jais2"),
+    "stablelm": hub("stablelm"),
     **{f"{kind}_qlora": hub(name, QUANTIZABLE, quantize_base=True) for kind, name in TYPES.items()},
     # torchtune's builders and checkpointers, and each of them with ours
     "torchtune_lora": (llama_checkpoint, lambda _: lora_llama3_2(**LORA, **TINY), LLAMA),
@@ -239,7 +248,7 @@ def request(prompts, *, temperature, length=12):
 @pytest.mark.parametrize(
     ("name", "quantize"),
     [
-        *((name, False) for name in ("qwen2", *WINDOWED, "olmo2", "granite", "phi3")),
+        *((name, False) for name in ("qwen2", *WINDOWED, "olmo2", "granite", "nemotron", "phi3")),
         *((name, True) for name in TYPES.values()),
     ],
 )
@@ -302,6 +311,8 @@ REFUSED = {
     "per_layer_config": dict(per_layer_config={"0": {"rms_norm_eps": 0.1}}),
     "num_local_experts": GRANITE | dict(num_local_experts=2),
     "position_embedding_type": GRANITE | dict(position_embedding_type=None),
+    "use_parallel_residual": dict(model_type="stablelm", use_parallel_residual=True),
+    "qk_layernorm": dict(model_type="stablelm", qk_layernorm=True),
 }
 
 
@@ -331,12 +342,12 @@ def test_a_config_that_describes_no_model_is_one_line(tmp_path, changes):
 
 
 def test_a_dropout_is_taken_as_0(tmp_path, caplog):
-    """As is well for a policy whose sampler has none."""
-    folder = hf_folder("phi3", tmp_path, resid_pdrop=0.5, embd_pdrop=0.1)
+    """As is well for a policy whose sampler has none; Seed-OSS and StarCoder2 have them."""
+    folder = hf_folder("starcoder2", tmp_path, residual_dropout=0.5, embedding_dropout=0.1)
     model = load(folder)
     said = f"model_dir={folder}: config.json says"
-    assert f"{said} resid_pdrop=0.5, which is" in caplog.text
-    assert f"{said} embd_pdrop=0.1, " in caplog.text
+    assert f"{said} residual_dropout=0.5, which is" in caplog.text
+    assert f"{said} embedding_dropout=0.1, " in caplog.text
     assert "attention_dropout" not in caplog.text
     torch.testing.assert_close(model.train()(TOKENS), model.eval()(TOKENS), atol=0, rtol=0)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchtune import utils
+from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.peft import LoRALinear
 from torchtune.utils._logging import log_once
 
 from torchtune_grpo.config.text import describe, shortened
-from torchtune_grpo.models.layers import PeftDoRALinear, keep_nf4_out_of_state
+from torchtune_grpo.models.layers import PeftDoRALinear
 
 log = utils.get_logger("INFO")
 
@@ -87,8 +89,13 @@ def transformers_model(
             quantize_base=quantize_base and inputs * outputs % (64 * 256) == 0,
         )
         model.set_submodule(name, adapted)
-    if quantize_base:
-        keep_nf4_out_of_state(model, dtype=model.tok_embeddings.weight.dtype)
+    if quantize_base:  # as in torchtune's builders, a state dict has no NF4
+        to_dtype = partial(
+            reparametrize_as_dtype_state_dict_post_hook,
+            dtype=model.tok_embeddings.weight.dtype,
+            offload_to_cpu=True,
+        )
+        model._register_state_dict_hook(to_dtype)
     return model
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchtune.modules import (
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
+from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
 from torchtune.utils._logging import log_once
@@ -35,7 +37,6 @@ from torchtune_grpo.models.layers import (
     PeftDoRALinear,
     Scale,
     UniformAttention,
-    keep_nf4_out_of_state,
     scale_output,
 )
 
@@ -48,13 +49,17 @@ _SCALED_ROTATIONS = ("linear", "llama3", "yarn", "longrope")
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,)),
     **dict.fromkeys(("quantization_config", "per_layer_config"), (None,)),
-    "num_local_experts": (None, 0),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
+    "logit_scale": (None, 1.0),
     "is_causal": (None, True),
     "use_bidirectional_attention": (None, False),
     "position_embedding_type": ("rope",),
+    "qk_layernorm": (False,),
+    "use_parallel_residual": (False,),
 }
 _READ_FOR_ALL_TYPES = ("is_causal", "quantization_config", "per_layer_config")
-_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+_DROPOUTS = [f"{of}_dropout" for of in ("attention", "hidden", "residual", "embedding")]
+_DROPOUTS += ["resid_pdrop", "embd_pdrop"]
 _LORA: dict[str, object] = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
@@ -142,8 +147,14 @@ def lora_hf_model(
         return (FrozenNF4Linear if quantized else nn.Linear)(inputs, outputs, bias=bias)
 
     model = _build(model_dir, hf, linear)
-    if quantize_base:
-        keep_nf4_out_of_state(model, dtype=model.tok_embeddings.weight.dtype)
+    if quantize_base:  # as in torchtune's builders, a state dict has no NF4
+        model._register_state_dict_hook(
+            partial(
+                reparametrize_as_dtype_state_dict_post_hook,
+                dtype=model.tok_embeddings.weight.dtype,
+                offload_to_cpu=True,
+            )
+        )
     return model
 
 
@@ -207,7 +218,7 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
         return linear(name, inputs, outputs, family.has_bias(hf, name))
 
     def norm(size: int, kind: Any = family.norm) -> nn.Module:
-        return kind(size, eps=hf.rms_norm_eps)
+        return kind(size, eps=getattr(hf, family.eps))
 
     def norm_at(name: str, *, default: nn.Module) -> nn.Module:
         return norm(width) if name in family.norms else default
@@ -217,7 +228,6 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
     scale = nn.Identity() if residual == 1.0 else Scale(residual)
     if not kinds:
         raise ValueError("num_hidden_layers=0")
-    rotated_layers = _read(hf, "no_rope_layers") or [True] * len(kinds)  # 0: without positions
     rotations = {kind: family.rotation(*_rotation(hf, kind)) for kind in set(kinds)}
     layers = [
         TransformerSelfAttentionLayer(
@@ -225,7 +235,7 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
             FeedForward(
                 gate_proj=layer("w1", width, hidden),
                 down_proj=layer("w2", hidden, width),
-                up_proj=layer("w3", width, hidden),
+                up_proj=layer("w3", width, hidden) if "mlp.w3" in family.mlp else None,
                 activation=ACTIVATIONS[_activation(hf)[1]](),
             ),
             sa_norm=norm_at("sa_norm", default=nn.Identity()),
@@ -233,7 +243,7 @@ def _decoder(hf: Any, linear: Linear) -> TransformerDecoder:
             sa_scale=norm_at("sa_scale", default=scale),
             mlp_scale=norm_at("mlp_scale", default=scale),
         )
-        for kind, rotated in zip(kinds, rotated_layers, strict=True)
+        for kind, rotated in zip(kinds, _rotates(hf, kinds), strict=True)
     ]
     tied = hf.tie_word_embeddings
     model = TransformerDecoder(
@@ -400,6 +410,13 @@ def _layer_kinds(hf: Any) -> list[str]:
     if _read(hf, "sliding_window") is None or not _read(hf, "use_sliding_window", True):
         every = 1
     return ["sliding_attention" if n % every else "full_attention" for n in range(1, layers + 1)]
+
+
+def _rotates(hf: Any, kinds: Sequence[str]) -> list[bool]:
+    """Tell of each layer whether it rotates queries and keys."""
+    if FAMILIES[hf.model_type].rotates_in_windows and hf.sliding_window is not None:
+        return [kind == "sliding_attention" for kind in kinds]
+    return _read(hf, "no_rope_layers") or [True] * len(kinds)  # 0: it does not
 
 
 def _rope_parameters(hf: Any, kind: str) -> dict[str, Any]:

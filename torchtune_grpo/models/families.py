@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchtune.models.gemma.gemma_norm_embedding import GemmaNormEmbeddings
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.modules import RMSNorm
@@ -26,6 +27,7 @@ _QK_NORMS = {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm
 _FUSED_QKV = dict.fromkeys(("attn.q_proj", "attn.k_proj", "attn.v_proj"), "self_attn.qkv_proj")
 _GATED = {"mlp.w1": "mlp.gate_proj", "mlp.w2": "mlp.down_proj", "mlp.w3": "mlp.up_proj"}
 _FUSED_GATED = _GATED | dict.fromkeys(("mlp.w1", "mlp.w3"), "mlp.gate_up_proj")
+_UNGATED = {"mlp.w1": "mlp.up_proj", "mlp.w2": "mlp.down_proj"}
 _SHARED = {"mlp.w1": "shared_mlp.input_linear", "mlp.w2": "shared_mlp.output_linear"}
 _SHARED |= {"mlp.w3": "shared_mlp.input_linear"}
 _NORMS_BEFORE = {"sa_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -49,9 +51,23 @@ class AllHeadsNorm(FusedNorm):
         return super().forward(x.flatten(-2)).view(x.shape)
 
 
+class ShiftedLayerNorm(nn.LayerNorm):
+    """A layer norm whose weights are kept less 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [..., D]."""
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class SquaredReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "gelu_pytorch_tanh": partial(nn.GELU, approximate="tanh"),
+    "relu2": SquaredReLU,
 }
 
 
@@ -70,12 +86,14 @@ class Family:
     biases: tuple[str | bool, str | bool, str | bool]
     attention: Mapping[str, str] = field(default_factory=_ATTENTION.copy)
     norm: type[nn.Module] = RMSNorm
+    eps: str = "rms_norm_eps"  # key of config.json
     hidden: str = "intermediate_size"  # key of config.json
     qk_norm: type[nn.Module] | None = None  # of each head, or of all of them
     embedding: type[nn.Embedding] = nn.Embedding
     rotation: type[HalfRotation] = HalfRotation
     partial_rotation: bool = False  # whether config.json may leave a part of each head unrotated
     rotation_by_kind: bool = False  # whether layers with a window have a rotation of their own
+    rotates_in_windows: bool = False  # alone, if any layers have a window
 
     @property
     def linear_names(self) -> dict[str, str]:
@@ -117,6 +135,7 @@ _GLM = Family(
     partial_rotation=True,
 )
 _OLMO = Family(_NORMS_AFTER, _GATED, _ATTENTION_ONLY, qk_norm=AllHeadsNorm)
+_LAYER_NORMS = replace(_LLAMA, norm=nn.LayerNorm, eps="layer_norm_eps")
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -138,9 +157,28 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": replace(
         _LLAMA, mlp=_SHARED, biases=_ATTENTION_ONLY, hidden="shared_intermediate_size"
     ),
+    "seed_oss": replace(_LLAMA, biases=("attention_bias", "attention_out_bias", "mlp_bias")),
     "phi3": replace(
         _MISTRAL, mlp=_FUSED_GATED, attention=_ATTENTION | _FUSED_QKV, partial_rotation=True
     ),
+    "arcee": replace(_LLAMA, mlp=_UNGATED),
+    "nemotron": replace(
+        _LLAMA, mlp=_UNGATED, norm=ShiftedLayerNorm, eps="norm_eps", partial_rotation=True
+    ),
+    "starcoder2": replace(
+        _LAYER_NORMS,
+        mlp={"mlp.w1": "mlp.c_fc", "mlp.w2": "mlp.c_proj"},
+        biases=("use_bias", "use_bias", "use_bias"),
+        eps="norm_epsilon",
+    ),
+    "cwm": replace(_LLAMA, biases=(False, False, "mlp_bias")),
+    "ernie4_5": replace(_LLAMA, biases=("use_bias", "use_bias", "use_bias"), rotation=PairRotation),
+    "exaone4": replace(_MISTRAL, norms=_NORMS_AFTER, qk_norm=RMSNorm, rotates_in_windows=True),
+    "helium": replace(_LLAMA, biases=("attention_bias", False, "mlp_bias"), rotation=PairRotation),
+    "internlm3": _LLAMA,
+    "iquestcoder": _LLAMA,
+    "jais2": replace(_LAYER_NORMS, mlp=_UNGATED),
+    "stablelm": replace(_LAYER_NORMS, biases=("use_qkv_bias", False, False), partial_rotation=True),
 }
 
 

@@ -28,7 +28,6 @@ from torchtune.modules import (
     RotaryPositionalEmbeddings,
     TransformerDecoder,
 )
-from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_grpo.machine.segments import (
@@ -76,12 +75,6 @@ def _become(module: nn.Module, kind: type[nn.Module]) -> None:
     """
     assert issubclass(kind, type(module))
     module.__class__ = kind
-
-
-def keep_nf4_out_of_state(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Let a model's state dict have weights of ``dtype`` for NF4, as torchtune's builders do."""
-    convert = reparametrize_as_dtype_state_dict_post_hook
-    model._register_state_dict_hook(partial(convert, dtype=dtype, offload_to_cpu=True))
 
 
 class FusedNorm(RMSNorm):

@@ -55,8 +55,8 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
             return f"layer {index}'s attention is a {type(attn).__name__}"
         if type(mlp) is not FeedForward:
             return f"layer {index}'s feed-forward is a {type(mlp).__name__}"
-        of_attention = (attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj)
-        for module in (*of_attention, mlp.w1, mlp.w2, mlp.w3):
+        gates = (mlp.w1, mlp.w2) if mlp.w3 is None else (mlp.w1, mlp.w2, mlp.w3)
+        for module in (attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj, *gates):
             if type(module) not in KINDS:
                 return f"layer {index} has a {type(module).__name__}"
     return None
@@ -68,7 +68,7 @@ class _Layer:
     rotation: Rotation
     qkv: RolloutLinear
     out: RolloutLinear
-    gate_up: RolloutLinear
+    gate_up: RolloutLinear  # the gate alone where there is no "up"
     down: RolloutLinear
     rotates_last: bool  # after the norms of queries and keys, if there are any
     window: int | None  # how many tokens one attends to, itself included; None: all
@@ -236,8 +236,12 @@ def _run_layer(
         rotate(heads[:, : -attn.num_kv_heads])
     h = _add(module.sa_scale, layer.out, h, attend(heads))
     x = module.mlp_norm(h)
-    gate, up = layer.gate_up(x).split(layer.gate_up.sizes, dim=-1)
-    y = module.mlp.activation(gate) * up
+    y = layer.gate_up(x)
+    if len(layer.gate_up.sizes) > 1:
+        gate, up = y.split(layer.gate_up.sizes, dim=-1)
+        y = module.mlp.activation(gate) * up
+    else:
+        y = module.mlp.activation(y)
     return _add(module.mlp_scale, layer.down, h, y)
 
 
