@@ -85,10 +85,15 @@ def _gemma(text: str, names: Container[str]) -> tuple[str, list[object]]:
         pieces[1::2] = map(json.dumps, pieces[1::2])
         return _json("".join(pieces))
 
-    closed, end, rest = text.rpartition("<tool_call|>")  # as in ``_hermes``
-    calls = _GEMMA.findall(closed + end)
-    content = _GEMMA.sub("", closed + end) + (rest.lstrip() if end else rest)
+    content, calls = _cut_out(_GEMMA, text, "<tool_call|>")
     return content, [{"name": name, "arguments": arguments(given)} for name, given in calls]
+
+
+def _cut_out(pattern: re.Pattern[str], text: str, end: str) -> tuple[str, list[Any]]:
+    """Return a text without the calls that end in ``end``, and what a pattern finds in each."""
+    closed, end, rest = text.rpartition(end)  # searching the rest would take a square of its length
+    found = pattern.findall(closed + end)
+    return pattern.sub("", closed + end) + (rest.lstrip() if end else rest), found
 
 
 def _json(text: str) -> object:
@@ -107,17 +112,13 @@ def _tags(name: str, argument: str, mark: str) -> Parser:
     named, pair = re.compile(name), re.compile(argument, re.DOTALL)
 
     def parse(text: str, names: Container[str]) -> tuple[str, list[object]]:
-        calls = list[object]()
+        content, calls = _cut_out(_HERMES, text, "</tool_call>")
+        return content, [*map(read, calls)]
 
-        def read(found: re.Match[str]) -> str:
-            head, pairs = named.match(found[1]), pair.findall(found[1])
-            whole = head is not None and len(pairs) == found[1].count(mark)
-            call = {"name": head[1], "arguments": dict(pairs)} if head and whole else found[1]
-            calls.append(call)
-            return ""
-
-        closed, end, rest = text.rpartition("</tool_call>")  # as in ``_hermes``
-        return _HERMES.sub(read, closed + end) + (rest.lstrip() if end else rest), calls
+    def read(call: str) -> object:
+        head, pairs = named.match(call), pair.findall(call)
+        whole = len(pairs) == call.count(mark)
+        return {"name": head[1], "arguments": dict(pairs)} if head and whole else call
 
     return parse
 
