@@ -150,8 +150,13 @@ def compare(engine: RolloutEngine, tried: list[Candidate], rows: list[Any]) -> l
             each.answer(engine, rows[done * ROUND : (done + 1) * ROUND])
             _say(", ".join(" ".join(cell) for cell in each.cells.items()).strip())
         level = SURE if done + 1 == rounds else SURE / rounds
-        beaten = [e for e in left if any(o.tally.beats(e.tally, level=level) for o in left)]
-        left = [each for each in left if each not in beaten]
+        tallies = {each: each.tally for each in left}
+        is_beaten = {
+            each: any(other.beats(own, level=level) for other in tallies.values())
+            for each, own in tallies.items()
+        }
+        beaten = [each for each in left if is_beaten[each]]
+        left = [each for each in left if not is_beaten[each]]
         if beaten:
             _say(f"Left out, as another one is clearly better: {', '.join(e.name for e in beaten)}")
         if len(left) == 1:
