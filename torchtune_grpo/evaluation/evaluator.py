@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -186,7 +186,8 @@ class Evaluator:
         items = [item for n in rows if (item := self._dataset[n])["index"] == n]
         k, params = self._cfg.evaluation.samples, self._cfg.eval_sampling_params
         with Meter("Evaluation", total=_share(len(items)) * (1 + k)) as meter:
-            ask = partial(self._ask, engine, items, state=state, meter=meter, kept=kept)
+            answer = partial(self._answers, engine, state=state, meter=meter)
+            ask = partial(self._ask, answer, items, meter=meter, kept=kept)
             greedy, samples = ask(params.greedy, 1), ask(params, k)
         answered = []
         for item in items:
@@ -208,12 +209,11 @@ class Evaluator:
 
     def _ask(
         self,
-        engine: RolloutEngine,
+        answer: Callable[[list[Item], SamplingParams, int], list[list[Answer]]],
         items: list[Item],
         params: SamplingParams,
         samples: int,
         *,
-        state: TrainerState | None,
         meter: Meter,
         kept: KeptAnswers | None,
     ) -> dict[int, list[Answer]]:
@@ -231,7 +231,7 @@ class Evaluator:
             mine = part[rank() :: world_size()]
             # Sharding needs every rank as often: more answers are given and dropped.
             asked = mine + part[:1] * (_share(len(part)) - len(mine))
-            given = self._answers(engine, asked, params, samples, state, meter)
+            given = answer(asked, params, samples)
             own = {item["index"]: answers for item, answers in zip(mine, given, strict=False)}
             new = dict(chain.from_iterable(each.items() for each in gather_over_ranks(own)))
             found |= new
@@ -245,6 +245,7 @@ class Evaluator:
         items: list[Item],
         params: SamplingParams,
         samples: int,
+        *,
         state: TrainerState | None,
         meter: Meter,
     ) -> list[list[Answer]]:
