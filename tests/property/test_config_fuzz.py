@@ -152,7 +152,7 @@ def start(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.chdir(folder)
 
-    def stop(_):
+    def stop(_, model):
         raise Reached
 
     patch.setattr(Checkpoints, "base_weights", stop)

@@ -39,7 +39,7 @@ def fork(folder: Path) -> None:
     copy_recipe(LORA, folder)
     path = folder / "my_grpo.py"
     source = path.read_text()
-    _, above, methods, loss, _ = blocks("python")
+    _, above, methods, loss = blocks("python")
     (folder / "my_loss.py").write_text(loss)
     for block in blocks("diff"):
         old = "".join(f"{line[1:]}\n" for line in block.splitlines() if line[0] == "-")
