@@ -7,7 +7,6 @@ A model's shape is read from the config.json in `model_dir`; without such a fold
 known by its name. Prompts and responses are as long as the config allows. The parts, in GiB:
 
     weights, gradients, moments (with float32 masters, if kept), reference (a copy of the weights),
-    teacher    the weights of objective.teacher
     context    what CUDA and its libraries take
     cache      keys and values of a step's rollout or an evaluation's, the larger of the two
     copy       vLLM's copy of the weights, which stays, as its cache does
@@ -17,9 +16,8 @@ known by its name. Prompts and responses are as long as the config allows. The p
     update     on top during a micro-batch: the real update runs on tensors without memory (torch's
                FakeTensorMode), and what is alive at once is added up
     optimizer  on top during a step on bf16 weights: the parts that are float32 meanwhile
-    judging    on top during the teacher's pass over a micro-batch
 
-The peak is the sum of all, except that of `rollout`, `judging`, `gradients` + `update` and
+The peak is the sum of all, except that of `rollout`, `gradients` + `update` and
 `gradients` + `optimizer` only the largest counts. `--card` is a GPU's memory in GiB: where
 rollout.max_rows is null, a rollout takes as many rows as fit into the engine's share of what is
 free before the first step, less moments and gradients; without `--card`, all. It also decides what
@@ -51,7 +49,7 @@ from torchtune import config, modules, training
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo.config.check import instantiate, read_config
+from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import make_loss
@@ -64,7 +62,7 @@ from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.engine import engine_class
 from torchtune_grpo.rollout.native import MEMORY_SHARE, NativeEngine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
-from torchtune_grpo.training import Teacher, response_logprobs
+from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.logprobs import default_chunk_bytes
 from torchtune_grpo.training.memory import choose_passes
 from torchtune_grpo.training.mini_batches import cut
@@ -77,7 +75,7 @@ GIB = 2**30
 NF4_BYTES = 0.52  # a parameter, with the scales of its blocks
 CONTEXT_BYTES = 0.5 * GIB
 VOCAB = 1000  # vocabulary of prompts and responses
-IN_TURN = ("rollout", "gradients", "update", "optimizer", "judging")
+IN_TURN = ("rollout", "gradients", "update", "optimizer")
 # What a model's size depends on in its public config.json.
 KEYS = (
     "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -146,17 +144,11 @@ def estimate(
     base = count - (trained if adapters else 0)
     dtype = torch.float32 if adapters or size == 4 else torch.bfloat16  # of what is trained
     width = dtype.itemsize
-    teacher: Teacher | None = instantiate("objective.teacher", cfg.objective.teacher)
     parts = {
         "weights": (base - nf4) * size + nf4 * NF4_BYTES + (trained * width if adapters else 0),
         "reference": base * size if not adapters and cfg.loss.kl_coeff > 0 else 0,
-        "teacher": 0.0,
         "context": CONTEXT_BYTES if cuda else 0,
     }
-    if teacher is not None:
-        with default_dtype(cfg):
-            other = empty_model(teacher.config(cfg))
-        parts["teacher"] = sum(p.numel() for p in other.parameters()) * size
     free = math.inf if card is None else card * GIB - sum(parts.values())  # before the first step
     optimizer = make_optimizer(cfg.optimizer, [nn.Parameter(torch.zeros(1, dtype=dtype))])
     masters = has_masters(optimizer)
@@ -172,17 +164,14 @@ def estimate(
     update, buffers = update_bytes(cfg, device=torch.device(device))
     parts["weights"] += buffers
     free -= buffers
-    judging = 0.0
-    if teacher is not None:
-        judging, _ = update_bytes(teacher.config(cfg), device=torch.device(device), trains=False)
     rollout, rows = rollout_bytes(model, cfg, free=free, cuda=cuda)
-    parts |= rollout | training | {"update": update, "optimizer": 0, "judging": judging}
+    parts |= rollout | training | {"update": update, "optimizer": 0}
     if width == 2 and not masters:  # a weight at a time, with its gradient and moments in float32
         parts["optimizer"] = 4 * 4 * max(p.numel() for p in model.parameters())
     gib = {name: value / GIB for name, value in parts.items()}
     stays = sum(gib.values()) - sum(gib[name] for name in IN_TURN)
     trains = gib["gradients"] + max(gib["update"], gib["optimizer"])
-    gib["peak"] = stays + max(gib["rollout"], gib["judging"], trains)
+    gib["peak"] = stays + max(gib["rollout"], trains)
     return {name: round(value, 2) for name, value in gib.items()} | rows
 
 
@@ -254,13 +243,10 @@ def vllm_bytes(
     return parts | {"rollout": prefill}, {"rows": rows}
 
 
-def update_bytes(
-    cfg: GRPOConfig, *, device: torch.device, trains: bool = True
-) -> tuple[float, float]:
+def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float]:
     """Return the largest micro-batch's peak bytes, less weights and gradients, and the buffers'.
 
-    If there are several micro-batches, the gradients of one are there in the next. Without
-    ``trains``, those of a pass without gradient.
+    If there are several micro-batches, the gradients of one are there in the next.
     """
     parts = cut(longest_rows(cfg), cfg)
     node = OmegaConf.merge(cfg.model, {})
@@ -276,17 +262,16 @@ def update_bytes(
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, fake.from_tensor(buffer))
-        trained = [p for p in model.parameters() if p.requires_grad and trains]
+        trained = [p for p in model.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.itemsize for p in trained)
         if len(parts) > 1:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
             gradients = 0
         chunk = default_chunk_bytes(device, tokens=len(parts[0].layout.targets))
-        with attention_of(device), LiveBytes(model) as live, torch.set_grad_enabled(trains):
+        with attention_of(device), LiveBytes(model) as live:
             logprobs, entropy = log_probs(model, parts[0], cfg, chunk_bytes=chunk)
-            if trains:
-                (logprobs + entropy).sum().backward()
+            (logprobs + entropy).sum().backward()
     buffers = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
     return live.peak - gradients + dequantized_bytes(cfg), sum(buffers.values())
 

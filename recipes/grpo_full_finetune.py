@@ -183,20 +183,16 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
     ) -> LossOutput:
         """Compute the share of a micro-batch's n rows in the step's loss; tensors are [n, L]."""
         assert part.weights is not None and part.advantages is not None
-        sampled_with = logprobs if old is None else old  # under the policy that sampled
-        advantages = part.advantages  # [n]; [n, L] with a teacher
-        if self.parts.teacher is not None:
-            advantages = self.parts.teacher.advantages(part, sampled_with)
         return self.parts.loss(
             logprobs=logprobs,
             old_logprobs=old,
             ref_logprobs=part.ref_logprobs,
-            advantages=advantages,
+            advantages=part.advantages,
             weights=part.weights,
             response_mask=part.response_mask,
             entropy=entropy,
             corrections=importance_weights(
-                trainer_logprobs=sampled_with,
+                trainer_logprobs=logprobs if old is None else old,
                 behaviour_logprobs=part.behaviour_logprobs,
                 response_mask=part.response_mask,
                 mode=self.cfg.objective.sampling_correction,

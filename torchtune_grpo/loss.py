@@ -73,8 +73,8 @@ class Loss(Protocol):
     ) -> LossOutput:
         """Compute a micro-batch's share of the step's loss.
 
-        All are [n, L], except advantages: [n], or [n, L] with a teacher. ``logprobs`` are the
-        current policy's, with gradient, and so is ``entropy`` if ``needs_entropy_gradient``.
+        All are [n, L], except advantages [n]. ``logprobs`` are the current policy's, with gradient,
+        and so is ``entropy`` if ``needs_entropy_gradient``.
         ``old_logprobs`` are the sampling policy's, None if that is the current one (ratio 1);
         ``ref_logprobs`` are None unless ``needs_reference``. Masked values must never contribute,
         NaN included. ``corrections`` are the policy term's importance weights, see
@@ -198,12 +198,10 @@ class GRPOLoss:
     ) -> LossOutput:
         """See ``Loss``; the sums are ``kl`` and the counts of clipped tokens."""
         old = logprobs.detach() if old_logprobs is None else old_logprobs
-        advantage = advantages if advantages.dim() == 2 else advantages[:, None]  # [n, L] or [n, 1]
-        is_sequence = self.importance_sampling_level == "sequence"
+        advantage = advantages[:, None]  # [n, 1]
         # Where the advantage is 0, so is the surrogate, whatever the ratio; but 0 * inf is NaN.
-        matters = (advantage != 0).any(dim=1, keepdim=True) if is_sequence else advantage != 0
-        log_ratio = (logprobs - old).where(response_mask & matters, 0)
-        if is_sequence:
+        log_ratio = (logprobs - old).where(response_mask & (advantage != 0), 0)
+        if self.importance_sampling_level == "sequence":
             log_ratio = sequence_log_ratio(log_ratio, response_mask).expand_as(logprobs)
         low, high = self.epsilons
         bounds = {"epsilon_low": low, "epsilon_high": high}

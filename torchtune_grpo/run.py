@@ -58,14 +58,13 @@ from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import add_wishes, check_engine, make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutEngine
-from torchtune_grpo.training.checks import check_model, check_prompts, check_teacher
+from torchtune_grpo.training.checks import check_model, check_prompts
 from torchtune_grpo.training.dynamic_sampling import Rounds
 from torchtune_grpo.training.memory import choose_passes, pass_bytes, tokens_at_once
 from torchtune_grpo.training.optimizer import PolicyOptimizer, training_bytes
 from torchtune_grpo.training.parts import Parts
 from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, should_shard
-from torchtune_grpo.training.reference import FrozenReference, Reference, make_reference
-from torchtune_grpo.training.teacher import Teacher
+from torchtune_grpo.training.reference import Reference, make_reference
 from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
@@ -212,14 +211,6 @@ class Run:
         return {}
 
     @cached_property
-    def teacher(self) -> Teacher | None:
-        """The teacher, if there is one; it gets its model in ``build``."""
-        teacher = instantiate("objective.teacher", self.cfg.objective.teacher)
-        if teacher is not None:
-            check_teacher(self.cfg, teacher, self.dataset, tokenizer=self.tokenizer)
-        return teacher
-
-    @cached_property
     def sampler(self) -> Any:
         """The sampler, which decides which prompts come next."""
         make = partial(make_sampler, self.cfg.sampler, self.dataset, seed=self.cfg.seed)
@@ -337,7 +328,7 @@ class Run:
         else:
             remarks.append("prepare: the model is fetched when a run starts, and not checked yet.")
         if is_there and not problems:
-            for part in ("dataset", "environment", "evaluator", "teacher", "sampler"):
+            for part in ("dataset", "environment", "evaluator", "sampler"):
                 with noted(problems):
                     getattr(self, part)
         else:
@@ -372,7 +363,7 @@ class Run:
             utils.log_rank_zero(log, f"CPU threads: {torch.get_num_threads()}.")
         restarted = parallel.is_restarted()
         checkpoint = parallel.on_first_rank(self.checkpoints.to_resume, restarted)
-        for part in ("is_sharded", "checkpoints", "dataset", "teacher", "evaluator", "sampler"):
+        for part in ("is_sharded", "checkpoints", "dataset", "evaluator", "sampler"):
             getattr(self, part)
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self.cfg)
@@ -391,14 +382,11 @@ class Run:
         behind the engine, which reads them as they are, and behind all copying and loading.
         """
         checkpoint = self._prepare_training()
-        policy = self._load_policy(self.cfg, self.checkpoints)
+        policy = self._load_policy()
         reference = make_reference(policy, self.cfg) if self.loss.needs_reference else None
-        if self.teacher is not None:
-            own = self.teacher.config(self.cfg)
-            self.teacher.model = FrozenReference(self._load_policy(own, Checkpoints(own)))
         state = None if checkpoint is None else self.checkpoints.restore(policy, checkpoint)
         engine = self.make_engine(policy)
-        self._prepare_passes(policy, (reference, self.teacher))
+        self._prepare_passes(policy, reference)
         optimizer = self._optimizer = PolicyOptimizer(self.cfg, policy)
         if state is not None:
             self._resume(state, optimizer)
@@ -407,7 +395,6 @@ class Run:
             loss=self.loss,
             policy=policy,
             reference=reference,
-            teacher=self.teacher,
             engine=engine,
             optimizer=optimizer,
             steps_done=0 if state is None else state["step"],
@@ -423,7 +410,7 @@ class Run:
             self.outcome_gate.is_shut = state["gate"]
         self.recorder.resume(state["step"])
 
-    def _load_policy(self, cfg: GRPOConfig, checkpoints: Checkpoints) -> TransformerDecoder:
+    def _load_policy(self) -> TransformerDecoder:
         """Load the weights that training starts from, the same on all ranks.
 
         A model to be sharded has them on the first rank, and is on meta on the others.
@@ -431,10 +418,11 @@ class Run:
         device = self.device
         if self.is_sharded:  # too large for a device, or the host has no memory for one per rank
             device = torch.device("cpu" if parallel.rank() == 0 else "meta")
-        model = make_policy(cfg, device=device)
+        model = make_policy(self.cfg, device=device)
         if isinstance(model, TransformersModel):
             self.cfg = self.cfg.replace(pack_groups=False)
-        parallel.load_once(model, lambda: load_policy(model, cfg, checkpoints.base_weights(model)))
+        base = self.checkpoints.base_weights
+        parallel.load_once(model, lambda: load_policy(model, self.cfg, base(model)))
         if not self.is_sharded:
             parallel.broadcast_trained_parameters(model)
         return model
@@ -496,7 +484,7 @@ class Run:
         gc.collect()  # free one policy's memory before the next one is loaded
         if checkpoint is not None:
             self.checkpoints.check_policy(checkpoint)
-        model = self._load_policy(self.cfg, self.checkpoints)
+        model = self._load_policy()
         if checkpoint is not None:
             self.checkpoints.restore(model, checkpoint)
         engine = self.make_engine(model.eval())
@@ -510,9 +498,7 @@ class Run:
             return self.checkpoints.newest()
         return None
 
-    def _prepare_passes(
-        self, policy: TransformerDecoder, frozen: Sequence[Reference | Teacher | None]
-    ) -> None:
+    def _prepare_passes(self, policy: TransformerDecoder, reference: Reference | None) -> None:
         """Checkpoint and shard the layers, and put what fits in place of auto."""
         if "auto" in (self.cfg.forward_batch_size, self.cfg.enable_activation_checkpointing):
             self.cfg = self._choose_passes(policy)
@@ -522,9 +508,8 @@ class Run:
             )
         if self.is_sharded:
             parallel.shard(policy, device=self.device)
-            for model in frozen:
-                if model is not None:
-                    model.shard(device=self.device)
+            if reference is not None:
+                reference.shard(device=self.device)
 
     # --- Training --------------------------------------------------------------------------------
 

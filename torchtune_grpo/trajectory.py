@@ -3,7 +3,7 @@
 B prompts, G samples in a group, N = B*G rows (prompt-major: row ``b*G + g``), T the longest
 prompt + response, L the longest response.
 
-A response token has up to five log-probs, each [N, L]; all except the behaviour's are under
+A response token has up to four log-probs, each [N, L]; all except the behaviour's are under
 ``softmax(logits / temperature)``:
 
     sampler      as the engine reported it
@@ -12,7 +12,6 @@ A response token has up to five log-probs, each [N, L]; all except the behaviour
     old          under the policy that sampled, the denominator of the loss's ratio: recomputed by
                  the trainer in the first optimizer step, or the sampler's (``sampling_correction``)
     reference    under the frozen policy of the KL term
-    teacher      under the frozen model of ``objective.teacher``
 """
 
 from __future__ import annotations
@@ -130,7 +129,6 @@ class Trajectory:
     columns: dict[str, list[object]]  # the data set's other columns, N values each
     advantages: Tensor | None = None  # [N]; None = not scored
     ref_logprobs: Tensor | None = None  # [N, L]; None = no KL term
-    teacher_logprobs: Tensor | None = None  # [N, L]; None = no teacher
     weights: Tensor | None = None  # [N, L] each token's share of the loss, see Loss.weights
 
     @property

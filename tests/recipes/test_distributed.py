@@ -182,7 +182,6 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
         objective += ["num_minibatches=2", HALF, "loss.aggregation=prompt"]
     if config == QWEN3:
         objective += [*from_adapter(tmp_path, config), HALF, RESAMPLED, "seed=2"]
-        objective.append(f"objective.teacher={base_of(tmp_path)}")
     runs = {"one": (0, ["batch_size=4"])}
     runs |= {name: (2, more) for name, more in VARIANTS[config].items()}
     for name, (ranks, more) in runs.items():

@@ -97,7 +97,6 @@ BAD = [
     ("environment.form=inline", "environment.form=inline", "set sampling.stop_strings"),
     ("environment.max_response_tokens=9", "max_response_tokens=9", "give at least that"),
     ("sampling.forced_answer.text=x", "forced_answer.text=x: unknown config key", "lists the keys"),
-    ("objective.teacher.groups=all", "objective.teacher.groups=all", "It takes model_dir, coeff"),
     ("dynamic_sampling.max_resamples=1001", "max_resamples=1001", "less than or equal to 1000"),
     # Names of other libraries
     ("num_generations=8", "num_generations=8: unknown config key", "mean grpo_samples? "),

@@ -92,7 +92,7 @@ def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
     recipe.steps = Mock(done=0)
     loss = GRPOLoss(dual_clip=3.0, entropy_coeff=0.0 if adapted else 0.01)
     recipe.cfg, recipe.model, optimizer = cfg, model, PolicyOptimizer(cfg, model)
-    recipe.parts = Mock(cfg=cfg, policy=model, loss=loss, optimizer=optimizer, teacher=None)
+    recipe.parts = Mock(cfg=cfg, policy=model, loss=loss, optimizer=optimizer)
     monkeypatch.setattr(optimizer.guard, "allows_step", lambda *_, **__: True)
     monkeypatch.setattr(
         torch.Tensor, "backward", lambda loss: backward([loss], [torch.ones_like(loss)])

@@ -493,8 +493,6 @@ def test_groups_of_equal_texts_are_told_by_the_temperature(level):
     assert found["remedy"] == "Set temperature: 0.01 -> 1."
     (found,) = run([HEALTHY | nothing | {"frac_groups_same_text": 0.4}] * 9)
     assert found["name"] in ("all_right", "all_wrong")
-    with_teacher = "objective.teacher=folder"  # which teaches every group
-    assert run([HEALTHY | nothing] * 9, with_teacher) == []
 
 
 def test_every_finding_is_described():

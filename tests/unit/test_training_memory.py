@@ -128,7 +128,7 @@ def test_a_run_takes_what_fits_its_card(name, device, monkeypatch):
     trained = sum(p.numel() for p in model.parameters())
     node = "optimizer={_component_: torch.optim.AdamW, lr: 1e-4}"
     run.cfg = read_config(load_config("tiny_arithmetic_grpo", [node])).replace(**STEP | AUTO)
-    run.device, run.is_sharded, run.teacher = device, False, None
+    run.device, run.is_sharded = device, False
     run._longest_prompt = LONGEST - STEP["max_generated_tokens"]
     free += 3 * 4 * trained  # float32: gradients and two moments
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))

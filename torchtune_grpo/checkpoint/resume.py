@@ -25,7 +25,6 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import flat, is_secret
 from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
 from torchtune_grpo.models.adapter import adapter_files
-from torchtune_grpo.models.weights import weight_files
 from torchtune_grpo.monitor.record import versions
 from torchtune_grpo.training.optimizer import MASTER
 
@@ -38,7 +37,6 @@ POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
 FIXED = (
     *(*POLICY, "checkpointer.checkpoint_files", "adapter_dir", "seed", "dataset", "sampler"),
     *("batch_size * ranks", "optimizer", "lr_scheduler._component_"),
-    "objective.teacher.model_dir",
 )
 # Optimizer settings that a resumed run takes from its config and not from the checkpoint
 HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
@@ -62,9 +60,6 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     values["checkpointer"] = {**cfg.checkpointer, "checkpoint_files": [*map(str, base_files)]}
     if cfg.adapter_dir is not None:
         values["adapter_dir"] = [str(path) for path in adapter_files(cfg.adapter_dir)]
-    if (teacher := cfg.objective.teacher) is not None:
-        files = [str(Path(teacher.model_dir, n)) for n in weight_files(Path(teacher.model_dir))]
-        values["objective"]["teacher"] = {**teacher, "model_dir": [teacher.model_dir, *files]}
     values["batch_size * ranks"] = cfg.batch_size * world_size()
     values["versions"] = versions()
     if isinstance(parts := cfg.dataset.get("datasets"), Mapping):

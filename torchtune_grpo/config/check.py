@@ -48,7 +48,6 @@ def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  #
     nodes = {**values, "environment": None} if settings is None else dict(settings)
     if settings is not None:
         nodes |= {"rollout.engine": settings.rollout.engine}
-        nodes |= {"objective.teacher": settings.objective.teacher}
         with noted(problems):
             _check_changes("evaluation.sampling", settings.evaluation.sampling)
     for name, node in nodes.items():

@@ -25,7 +25,6 @@ SETTINGS = ConfigDict(
 LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT32 = 3.4028234e38
 ENGINES = "torchtune_grpo.rollout.engine"  # the module with the engines that have short names
-TEACHER = "torchtune_grpo.training.Teacher"
 
 
 def _number(value: Any) -> Any:
@@ -53,12 +52,6 @@ def _engine(value: Any) -> Any:
     return _component({**node, "_component_": name})
 
 
-def _teacher(value: Any) -> Any:
-    """Return the node of a teacher that may be given by its folder alone."""
-    value = {"model_dir": value} if isinstance(value, str) else value
-    return _component({"_component_": TEACHER, **value} if isinstance(value, Mapping) else value)
-
-
 def _device(value: Any) -> Any:
     try:
         torch.device(value)
@@ -79,7 +72,6 @@ Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # given as a list
 TokenIds = Annotated[tuple[Count, ...], Field(strict=False)]
 Device = Annotated[str, AfterValidator(_device)]
 Component = Annotated[DictConfig, BeforeValidator(_component)]
-TeacherNode = Annotated[DictConfig, BeforeValidator(_teacher)]
 Engine = Annotated[DictConfig, BeforeValidator(_engine)]
 
 Advantage = Literal["group", "batch", "none", "leave_one_out", "max_rl"]
@@ -184,9 +176,6 @@ class ObjectiveConfig(Keys):
     token_truncate for vLLM."""
     correction_cap: Float = Field(default=2.0, gt=1)
     """Largest importance weight."""
-    teacher: TeacherNode | None = None
-    """Frozen model that judges each sampled token: its folder, or a node with `model_dir`, `coeff`
-    and `alone` (docs/objectives.md#a-teacher)."""
 
 
 class DistributedConfig(Keys):

@@ -126,11 +126,6 @@ class HFTokenizer:
         return self._template or ""
 
     @property
-    def vocabulary(self) -> dict[str, int]:
-        """The ids of all tokens."""
-        return {text: n for text, n in self._hf.get_vocab().items() if n != self._cut_id}
-
-    @property
     def added_tokens(self) -> list[str]:
         """The texts that are always one token: control tokens, and others such as <think>."""
         return [token.content for token in self._hf.added_tokens_decoder.values()]

@@ -281,8 +281,6 @@ def collapse(run: History) -> Signs:
 def groups(run: History, *, few: float = 0.0) -> Signs:
     """No group teaches anything, or no more than a ``few``, and why."""
     teaching, score = run.now("frac_informative_groups"), f"{run.decider} is {run.level:.2f}"
-    if run.config("objective.teacher") is not None:
-        teaching = 1.0
     missing = run.now(f"rewards/{run.decider}/no_answer")
     if teaching <= few and not run.decides_nothing:
         evidence = f"{teaching:.0%} of the groups teach something; {score} in the mean."

@@ -125,9 +125,6 @@ class StepMetrics:
         if len(gap):
             largest = gap.where(is_trained, _OF_NOTHING).max()
             self.add_max("sampling/sampling_logp_difference/max", largest)
-        if trajectory.teacher_logprobs is not None:
-            kl = logprobs - trajectory.teacher_logprobs
-            self.add_values("teacher/kl", kl.where(is_trained, math.nan))
 
     def add_update(self, output: LossOutput, *, entropy: Tensor, response_mask: Tensor) -> None:
         """Add the loss's statistics of n rows, and their entropy [n, L]."""

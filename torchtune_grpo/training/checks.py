@@ -18,15 +18,12 @@ from torchtune_grpo.config.check import arguments_of, instantiate
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, describe, noted, read_json
-from torchtune_grpo.data.dataset import Item, PromptData
 from torchtune_grpo.models.adapter import adapter_files, check_adapter
 from torchtune_grpo.models.auto import TransformersModel
-from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.models.weights import hf_config_of
 from torchtune_grpo.rollout.engine import capabilities_of
 from torchtune_grpo.training.optimizer import make_lr_scheduler
 from torchtune_grpo.training.policy import empty_model
-from torchtune_grpo.training.teacher import Teacher
 
 log = utils.get_logger("INFO")
 
@@ -157,36 +154,6 @@ def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
     if trained_on and here and trained_on != here and not Path(trained_on).exists():
         message = f"adapter_dir={adapter_dir}: trained on {trained_on}, but {base} holds {here}."
         utils.log_rank_zero(log, message, level=logging.WARNING)
-
-
-def check_teacher(
-    cfg: GRPOConfig, teacher: Teacher, dataset: PromptData, *, tokenizer: object
-) -> None:
-    """Check a teacher's model, that it has the policy's tokens, and that the prompts fit it."""
-    where = f"objective.teacher.model_dir={teacher.model_dir}"
-    try:
-        own = teacher.config(cfg)
-        _check_files(own)
-        model = empty_model(own)
-        _check_architecture(own, model)
-        theirs = HFTokenizer(teacher.model_dir).vocabulary
-        if not isinstance(tokenizer, HFTokenizer):
-            tokenizer = HFTokenizer(cfg.checkpointer.checkpoint_dir)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    differ = [text for text, n in tokenizer.vocabulary.items() if theirs.get(text) != n]
-    if differ:
-        raise ValueError(
-            f"{where}: lacks the policy's tokens ({len(differ)} differ, such as {differ[0]!r}); "
-            "give a model with the same tokenizer."
-        )
-
-    def rule(items: Sequence[Item]) -> dict[int, str | None]:
-        prompts = [item["tokens"] for item in items]
-        check_prompts(cfg, "objective.teacher", prompts, model=model)
-        return {}
-
-    dataset.check(rule, where="dataset")
 
 
 def check_prompts(

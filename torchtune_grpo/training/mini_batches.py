@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +79,7 @@ def _deal(trajectory: Trajectory, *, count: int) -> list[Trajectory]:
 
 
 def _mini_batch(trajectory: Trajectory, parts: Parts) -> MiniBatch:
-    """Weigh and cut the rows of a step, and add the log-probs of the frozen models."""
+    """Weigh and cut the rows of a step, and add the reference's log-probs."""
     cfg, loss = parts.cfg, parts.loss
     num_tokens = sum_over_ranks(int(trajectory.response_mask.sum()))
     weights = loss.weights(
@@ -91,17 +90,13 @@ def _mini_batch(trajectory: Trajectory, parts: Parts) -> MiniBatch:
         max_generated_tokens=cfg.max_generated_tokens,
     )  # [N, L]
     trajectory = replace(trajectory, weights=weights)
-    if not loss.needs_all_rows and parts.teacher is None:
-        # Rows left out only count in the denominators; a teacher has an opinion on all.
+    if not loss.needs_all_rows:  # rows left out only count in the denominators
         trajectory = trajectory.select(trajectory.is_informative)
     passes = cut(trajectory, cfg)
-    frozen = {"ref_logprobs": parts.reference, "teacher_logprobs": parts.teacher}
-    logprobs: dict[str, Any] = {
-        name: model.logprobs(passes, temperature=cfg.temperature)
-        for name, model in frozen.items()
-        if model is not None
-    }
-    return MiniBatch(replace(trajectory, **logprobs), passes, num_tokens)
+    if parts.reference is not None:
+        logprobs = parts.reference.logprobs(passes, temperature=cfg.temperature)
+        trajectory = replace(trajectory, ref_logprobs=logprobs)
+    return MiniBatch(trajectory, passes, num_tokens)
 
 
 def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:

@@ -11,22 +11,19 @@ from torchtune_grpo.loss import Loss
 from torchtune_grpo.rollout.request import RolloutEngine
 from torchtune_grpo.training.optimizer import PolicyOptimizer
 from torchtune_grpo.training.reference import Reference
-from torchtune_grpo.training.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The config, with what fits into the memory where it said auto, and what is made from it.
 
-    ``reference`` is None if the loss needs none, and so is ``teacher`` if the config has none. A
-    resumed run has ``steps_done``.
+    ``reference`` is None if the loss needs none. A resumed run has ``steps_done``.
     """
 
     cfg: GRPOConfig
     loss: Loss
     policy: TransformerDecoder
     reference: Reference | None
-    teacher: Teacher | None
     engine: RolloutEngine
     optimizer: PolicyOptimizer
     steps_done: int = 0

@@ -1,4 +1,4 @@
-"""Frozen policies: the reference of the KL term, and the model of a teacher."""
+"""The frozen policy of the KL term."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AdapterReference:
 
 
 class FrozenReference:
-    """A frozen model: a copy of a policy whose weights are all trained, or a teacher."""
+    """A frozen copy of a policy whose weights are all trained."""
 
     def __init__(self, model: TransformerDecoder) -> None:
         self._model = model.requires_grad_(False).eval()
