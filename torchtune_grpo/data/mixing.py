@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -24,7 +24,6 @@ NAME_COLUMN = "dataset"  # which of the data sets a prompt is from
 class MixedDataset(Dataset[Item]):
     """Data sets one after the other; ``MixedSampler`` draws from each as its ``weight`` says.
 
-    A weight may change: ``{0: 1, 50: 0}`` is 1 in the first 50 steps and 0 from then on.
     ``datasets`` holds nodes by name. Rows get a column ``dataset`` with that name, and None in each
     column that only other data sets have.
     """
@@ -34,7 +33,7 @@ class MixedDataset(Dataset[Item]):
     ) -> None:
         if not datasets:
             raise ValueError("datasets: there is none; give components by name.")
-        weights: dict[str, dict[int, float]] = {}
+        weights = []
         self.parts: dict[str, RLDataset] = {}
         for name, given in datasets.items():
             key, node = f"datasets.{name}", OmegaConf.create(dict(given))
@@ -42,10 +41,12 @@ class MixedDataset(Dataset[Item]):
                 raise ValueError(
                     f"{key}: has no _component_, such as torchtune_grpo.data.RLDataset."
                 )
-            weights[name] = _weights(f"{key}.weight", node.pop("weight", 1.0))
+            weights.append(node.pop("weight", 1.0))
+            if not (isinstance(weights[-1], (int, float)) and 0 < weights[-1] < math.inf):
+                raise ValueError(f"{key}.weight={weights[-1]!r}: give a number above 0.")
             check_component(key, node)
             self.parts[name] = instantiate(key, node, tokenizer)
-        self.shares = _shares(weights)
+        self.shares = [weight / sum(weights) for weight in weights]  # of the prompts
         self._columns = dict.fromkeys(c for part in self.parts.values() for c in part[0]["columns"])
         if NAME_COLUMN in self._columns:
             raise ValueError(
@@ -118,29 +119,3 @@ class MixedDataset(Dataset[Item]):
         self, name: str, rule: Rule, items: Sequence[Item], *, start: int
     ) -> Mapping[int, str | None]:
         return rule([self._shown(name, item, start=start) for item in items])
-
-
-def _weights(key: str, given: Any) -> dict[int, float]:
-    """Return a data set's weight by the step from which on it has it."""
-    weights = dict(given) if isinstance(given, Mapping) else {0: given}
-    for step, weight in weights.items():
-        is_step = isinstance(step, int) and step >= 0
-        is_weight = isinstance(weight, (int, float)) and 0 <= weight < math.inf
-        if not (is_step and is_weight) or not any(weights.values()):
-            raise ValueError(
-                f"{key}={weights if isinstance(given, Mapping) else given!r}: give a number above "
-                "0, or one for each step from which on it holds, as in {0: 1, 50: 0}."
-            )
-    return weights
-
-
-def _shares(weights: Mapping[str, Mapping[int, float]]) -> dict[int, list[float]]:
-    """Return the data sets' shares of the prompts, by the step from which on they hold."""
-    shares: dict[int, list[float]] = {}
-    for step in sorted({0, *chain.from_iterable(weights.values())}):
-        begun = [{s: w for s, w in each.items() if s <= step} for each in weights.values()]
-        now = [each[max(each)] if each else 0.0 for each in begun]
-        if not (total := sum(now)):
-            raise ValueError(f"datasets: from step {step} on, each weight is 0; give one more.")
-        shares[step] = [weight / total for weight in now]
-    return shares

@@ -133,8 +133,7 @@ class MixedSampler(ShuffledSampler):
     """Sampler of a ``MixedDataset``: passes over each of its data sets, which take turns by weight.
 
     The next prompt is always of the data set that is furthest behind its share, so that every step
-    has the weights' shares, but for rounding that later steps make up for. When the weights change,
-    the count begins anew.
+    has the weights' shares, but for rounding that later steps make up for.
     """
 
     def __init__(
@@ -145,18 +144,14 @@ class MixedSampler(ShuffledSampler):
         parts = dataset.parts.values()
         self._passes = [ShuffledSampler(p, seed=seed, shuffle=shuffle, rest=rest) for p in parts]
         self._counts = [0] * len(parts)  # prompts drawn from each
-        self._steps = 0
-        self._since = [0] * len(parts)  # counts when the weights last changed
         self._pass_rates: list[list[float]] = [[] for _ in parts]  # of each one's last groups
 
     def next(self, count: int, *, skip: int = 0) -> list[int]:
         """As in ``ShuffledSampler``; within a step, a small data set may repeat its prompts."""
         self._check_size(count)
-        shares = self._shares[self._stage]
-        counts = [now - then for now, then in zip(self._counts, self._since, strict=True)]
-        drawn, turns = sum(counts), list[int]()
+        counts, drawn, turns = [*self._counts], sum(self._counts), list[int]()
         for number in range(drawn + 1, drawn + skip + count + 1):
-            behind = [s * number - n for s, n in zip(shares, counts, strict=True)]
+            behind = [s * number - n for s, n in zip(self._shares, counts, strict=True)]
             turns.append(behind.index(max(behind)))
             counts[turns[-1]] += 1
         rows = [iter(part.ahead(turns.count(n))) for n, part in enumerate(self._passes)]
@@ -164,33 +159,21 @@ class MixedSampler(ShuffledSampler):
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
         self._drawn += len(rows)
-        stage, self._steps = self._stage, self._steps + 1
         turns = [bisect_right(self._starts, row) - 1 for row in rows]
         for number, (part, start) in enumerate(zip(self._passes, self._starts, strict=False)):
             own = [n for n, turn in enumerate(turns) if turn == number]
             part.learn([rows[n] - start for n in own], [pass_rates[n] for n in own])
         self._counts = [n + turns.count(number) for number, n in enumerate(self._counts)]
-        if stage != self._stage:
-            self._since = self._counts
         self._pass_rates = [*self._pass_rates]
         for turn, rate in zip(turns, pass_rates, strict=True):
             if rate is not None:
                 self._pass_rates[turn] = [*self._pass_rates[turn], rate][-_WINDOW:]
 
     @property
-    def _stage(self) -> int:
-        """The step from which on the weights are those of now."""
-        return max(step for step in self._shares if step <= self._steps)
-
-    @property
     def metrics(self) -> dict[str, float]:
-        """``sampler/pass_rate/NAME``: the mean over the last 32 groups of each data set.
-
-        ``sampler/stage``, if the weights change: the step from which on they are those of now.
-        """
+        """``sampler/pass_rate/NAME``: the mean over the last 32 groups of each data set."""
         named = zip(self._parts, self._pass_rates, strict=True)
         found = {f"sampler/pass_rate/{name}": fmean(rates) for name, rates in named if rates}
-        found |= {"sampler/stage": float(self._stage)} if len(self._shares) > 1 else {}
         return found | super().metrics
 
     @property
@@ -198,7 +181,7 @@ class MixedSampler(ShuffledSampler):
         return sum(part._num_resting for part in self._passes)
 
     def state_dict(self) -> dict[str, object]:
-        names = ("_drawn", "_counts", "_steps", "_since", "_pass_rates")
+        names = ("_drawn", "_counts", "_pass_rates")
         parts = [part.state_dict() for part in self._passes]
         return {name: getattr(self, name) for name in names} | {"parts": parts}
 

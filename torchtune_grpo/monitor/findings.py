@@ -267,12 +267,11 @@ def collapse(run: History) -> Signs:
     now, first = mean(levels[-window:])[0], steps[best]
     error = first["level_error"] / math.sqrt(window if best else 1)
     # Four standard errors, as the best is one of many; a third of it, which no healthy run loses.
-    # Where the sum has risen, shaping was learned; a curriculum's harder prompts are no fall.
+    # Where the sum has risen, shaping was learned.
     noise = 4 * math.hypot(error, run.now("level_error") / math.sqrt(window))
     is_paid = mean(paid[-window:])[0] >= paid[best]
-    is_harder = run.now("sampler/stage") > first.get("sampler/stage", math.nan)
     fell = means[best] - now > max(noise, means[best] / 3, 0.1)
-    if fell and not (is_paid or is_harder):
+    if fell and not is_paid:
         since = f"{means[best]:.2f} at step {first['step']:.0f}"
         evidence = f"{run.decider} fell from {since} to {now:.2f}."
         yield Sign("collapsed", evidence, *run.scale("optimizer.lr", 0.3))
