@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from torchtune_grpo.cli.commands import add_run, parse, run_config
-from torchtune_grpo.config.text import to_json, write_text
+from torchtune_grpo.config.text import aligned, to_json, write_text
 from torchtune_grpo.evaluation import thresholds
 from torchtune_grpo.evaluation.statistics import Score, bootstrap_interval
 from torchtune_grpo.machine import lock
@@ -276,27 +276,32 @@ def lines(plan: Plan) -> Iterator[str]:
         f"From {plan.prompts} prompts with {plan.samples} samples each, and one step of training, "
         f"in {plan.seconds:.0f} s. [95 % interval over prompts]"
     )
-    title = "right" if plan.measure == "accuracy" else f"mean {plan.measure}"
-    yield f"{title:<16} {plan.pass_rate}"
-    yield f"groups teaching  {plan.informative} with {plan.samples} samples"
-    sampled, most = plan.max_generated_tokens, plan.max_response_tokens
-    limits = f"{most} tokens" if most == sampled else f"{sampled} sampled or {most} tokens"
-    yield f"cut off          {plan.cut_off} at {limits}"
-    for name, mean in plan.rewards.items():
-        yield f"{name:<16} {mean:.3f}, {plan.spread[name]:.0%} of the spread in groups"
-    if plan.moved is not None:
-        yield f"one step         moves the policy by {plan.moved:.2g} nats a token"
-    seconds, minutes = plan.time, plan.time["run"] / 60
-    parts = ", ".join(f"{name} {seconds[name]:.3g}" for name in ("rollout", "reward", "update"))
-    yield f"time             {seconds['step']:.3g} s a step ({parts})"
-    yield f"                 {seconds['evaluation']:.3g} s an evaluation"
-    low, high = minutes / _TIME_FACTOR, minutes * _TIME_FACTOR
-    yield f"  of the run     {minutes:.3g} min [{low:.2g}, {high:.2g}]"
-    yield f"memory           {plan.memory['peak'] / 1e9:.1f} of {plan.memory['total'] / 1e9:.1f} GB"
+    yield from aligned([*_table(plan)])
     yield f"Verdict: {plan.verdict}."
     yield from (f"- {reason}" for reason in plan.reasons)
     if plan.changes:
         yield f"Try: {shlex.join(plan.changes)}"
+
+
+def _table(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what was measured, each line behind its title."""
+    title = "right" if plan.measure == "accuracy" else f"mean {plan.measure}"
+    yield title, str(plan.pass_rate)
+    yield "groups teaching", f"{plan.informative} with {plan.samples} samples"
+    sampled, most = plan.max_generated_tokens, plan.max_response_tokens
+    limits = f"{most} tokens" if most == sampled else f"{sampled} sampled or {most} tokens"
+    yield "cut off", f"{plan.cut_off} at {limits}"
+    for name, mean in plan.rewards.items():
+        yield name, f"{mean:.3f}, {plan.spread[name]:.0%} of the spread in groups"
+    if plan.moved is not None:
+        yield "one step", f"moves the policy by {plan.moved:.2g} nats a token"
+    seconds, minutes = plan.time, plan.time["run"] / 60
+    parts = ", ".join(f"{name} {seconds[name]:.3g}" for name in ("rollout", "reward", "update"))
+    yield "time", f"{seconds['step']:.3g} s a step ({parts})"
+    yield "", f"{seconds['evaluation']:.3g} s an evaluation"
+    low, high = minutes / _TIME_FACTOR, minutes * _TIME_FACTOR
+    yield "  of the run", f"{minutes:.3g} min [{low:.2g}, {high:.2g}]"
+    yield "memory", f"{plan.memory['peak'] / 1e9:.1f} of {plan.memory['total'] / 1e9:.1f} GB"
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """`torchtune-grpo score`: a run's own rewards to the last bit again, and others beside them."""
 
 import json
+import re
 from itertools import combinations
 from statistics import fmean
 
@@ -34,7 +35,8 @@ def score(folder, *arguments, **settings):
 
 def table(text):
     """Name -> its numbers."""
-    return {line[:24].strip(): line[24:].split() for line in text.splitlines()}
+    rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
+    return {name: numbers for name, *numbers in rows}
 
 
 @pytest.fixture(scope="module")

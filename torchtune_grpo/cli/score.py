@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, combinations, groupby
 from pathlib import Path
 from statistics import fmean
 
 from torchtune_grpo.cli.commands import add_run, parse, run_config
-from torchtune_grpo.config.text import to_json, write_text
+from torchtune_grpo.config.text import aligned, to_json, write_text
 from torchtune_grpo.environments.environment import environment_rewards
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, read, read_lines
 from torchtune_grpo.monitor.recorder import logged_column
@@ -103,9 +103,9 @@ def _completion(data: Run, row: Record) -> Completion:
     return Completion(text, messages, row["ended"], kind=kind, reward=reward)
 
 
-def _table(old: Sequence[Scores], new: Sequence[Scores], size: int) -> Iterator[str]:
-    """Yield a line for the total and for each reward: old beside new."""
-    yield f"{'':<24}{'old mean':>10}{'new mean':>10}{'same order':>12}{'changed':>9}"
+def _table(old: Sequence[Scores], new: Sequence[Scores], size: int) -> list[str]:
+    """Return a line for the total and for each reward: old beside new."""
+    rows = [["", "old mean", "new mean", "same order", "changed"]]
     for name in dict.fromkeys(chain(*old, *new)):
         pairs = [(one.get(name), other.get(name)) for one, other in zip(old, new, strict=True)]
         groups = [pairs[start : start + size] for start in range(0, len(pairs), size)]
@@ -114,13 +114,14 @@ def _table(old: Sequence[Scores], new: Sequence[Scores], size: int) -> Iterator[
             for (a, c), (b, d) in chain(*(combinations(group, 2) for group in groups))
             if a is not None and b is not None and c is not None and d is not None
         ]
-        means, changed = "".join(map(_mean, zip(*pairs))), sum(a != b for a, b in pairs)
-        yield f"{name:<24}{means}{_mean(alike):>12}{changed if alike else '-':>9}"
+        changed = str(sum(a != b for a, b in pairs)) if alike else "-"
+        rows.append([name, *map(_mean, zip(*pairs)), _mean(alike), changed])
         if name == "total":
             signal = [[len({*kind}) > 1 for kind in zip(*group)] for group in groups]
-            yield f"{'groups with signal':<24}{''.join(map(_mean, zip(*signal)))}"
+            rows.append(["groups with signal", *map(_mean, zip(*signal)), "", ""])
+    return aligned(rows)
 
 
 def _mean(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return f"{fmean(known):>10.3f}" if known else f"{'-':>10}"
+    return f"{fmean(known):.3f}" if known else "-"

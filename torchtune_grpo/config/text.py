@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -163,11 +163,22 @@ def check_writable(key: str, file: Path) -> None:
 
 
 def write_text(file: Path, text: str) -> Path:
+    """Write a file as ``replacing`` does."""
+    with replacing(file) as opened:
+        opened.write(text.encode())
+    return file
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
     """Write a file beside it, then rename: nobody reads half of one, even after a kill."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.new")
+    beside = file.with_name(f".{file.name}.new")
     try:
-        beside.write_text(text, encoding="utf-8")
-        return beside.replace(file)
+        with beside.open("wb") as opened:
+            yield opened
+            opened.flush()
+            os.fsync(opened.fileno())
+        beside.replace(file)
     except OSError as error:
         remedy = "Free some space, check permissions, or choose another place."
         raise ValueError(f"{file}: could not be written: {error.strerror}. {remedy}") from error

@@ -266,7 +266,7 @@ def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> 
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         options = {} if out is None else {"out": out}
         return torch.mm(x, weight.t(), out_dtype=torch.float32, **options)
-    if x.dtype == weight.dtype == torch.bfloat16 and multiplies_bf16(x.device):
+    if x.dtype == weight.dtype and _is_fast_bf16(weight):
         out = x.new_empty(len(x), len(weight), dtype=torch.float32) if out is None else out
         for part, columns in zip(weight.split(_PART), out.split(_PART, dim=1), strict=True):
             rounded = torch.mm(x, part.t())
@@ -277,3 +277,15 @@ def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> 
         return torch.mm(x.float(), weight.float().t(), out=out)
     wide = x.float()
     return torch.cat([torch.mm(wide, part.float().t()) for part in weight.split(_PART)], dim=1)
+
+
+def add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
+    """Add ``left w`` to ``total`` in float32, where a sum's terms nearly cancel."""
+    if _is_fast_bf16(w):
+        total += float32_product(left.to(w.dtype), w.t())
+    else:
+        total.addmm_(left, w.to(total.dtype))  # without a tensor of total's size
+
+
+def _is_fast_bf16(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and multiplies_bf16(weight.device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from torchtune_grpo.config.text import to_json
+from torchtune_grpo.config.text import replacing, to_json
 from torchtune_grpo.machine import lock
 
 log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
@@ -193,14 +192,10 @@ def keep_until(folder: Path, step: int) -> None:
     A kill at any moment leaves either the old file or the new one, and the next call works.
     """
     for path in filter(Path.exists, (folder / RUN_FILE, folder / COMPLETIONS_FILE)):
-        beside = path.with_name(f"{path.name}.new")
-        with beside.open("wb") as file:
+        with replacing(path) as file:
             for line, record in _lines(path):
                 if record["step"] <= step:
                     file.write(line.rstrip(b"\n") + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:

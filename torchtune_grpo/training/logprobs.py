@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from torchtune.modules import TiedLinear, TransformerDecoder
 
-from torchtune_grpo.machine.device import multiplies_bf16
-from torchtune_grpo.machine.segments import float32_product
+from torchtune_grpo.machine.segments import add_product, float32_product
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.training.packing import Layout, MicroBatch
 
@@ -237,7 +236,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             if with_entropy:
                 moment = moment * shrink + logits.mul_(shares).sum(dim=1, keepdim=True)
             if mean is not None:
-                _add_product(mean.mul_(shrink), shares, w)
+                add_product(mean.mul_(shrink), shares, w)
         normalizer = peak + total.log()
         entropy = normalizer - moment / total if with_entropy else torch.zeros_like(peak)
         if mean is not None:
@@ -277,7 +276,7 @@ class _BlockedLogprobs(torch.autograd.Function):
                 slope = log_p.add_(entropy).mul_(of_entropy).add_(of_logprobs)
             grad.mul_(slope).scatter_add_(1, column, torch.where(inside, -of_logprobs, 0.0))
             if grad_h is not None:
-                _add_product(grad_h, grad, w)
+                add_product(grad_h, grad, w)
             if grad_weight is not None:
                 torch.mm(grad.to(h.dtype).t(), h, out=grad_weight[start : start + len(w)])
         return (None if grad_h is None else grad_h.to(h.dtype), grad_weight, *nothing)
@@ -304,11 +303,3 @@ def _block_logits(h: Tensor, w: Tensor, temperature: float, *, buffer: Tensor) -
 def _narrowed(buffer: Tensor, h: Tensor, w: Tensor) -> Tensor:
     """View the start of a buffer as [K, len(w)]; the last block may be narrower than others."""
     return buffer[: len(h) * len(w)].view(len(h), len(w))
-
-
-def _add_product(total: Tensor, left: Tensor, w: Tensor) -> None:
-    """Add ``left w`` to ``total`` in float32: the products of a token's blocks nearly cancel."""
-    if w.dtype == torch.bfloat16 and multiplies_bf16(w.device):
-        total += float32_product(left.to(w.dtype), w.t())
-    else:
-        total.addmm_(left, w.to(total.dtype))  # saves a tensor of total's size for each block
