@@ -50,7 +50,7 @@ from torchtune_grpo.machine.device import (
 )
 from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.machine.progress import Meter
-from torchtune_grpo.models.auto import TransformersModel
+from torchtune_grpo.models.kinds import kind_of
 from torchtune_grpo.models.tiny import SHIPPED
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.monitor.recorder import Recorder
@@ -419,7 +419,7 @@ class Run:
         if self.is_sharded:  # too large for a device, or the host has no memory for one per rank
             device = torch.device("cpu" if parallel.rank() == 0 else "meta")
         model = make_policy(self.cfg, device=device)
-        if isinstance(model, TransformersModel):
+        if not kind_of(model).packs_rows:
             self.cfg = self.cfg.replace(pack_groups=False)
         base = self.checkpoints.base_weights
         parallel.load_once(model, lambda: load_policy(model, self.cfg, base(model)))

@@ -24,7 +24,7 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.machine.parallel import reshard, shard
 from torchtune_grpo.models.adapter import adapter_settings
-from torchtune_grpo.models.weights import hf_config_of
+from torchtune_grpo.models.kinds import hf_config_of
 from torchtune_grpo.training.checks import check_model
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches

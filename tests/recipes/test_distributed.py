@@ -272,7 +272,7 @@ def main(cfg):
     run = Run(cfg)
     run.device
     if rank() == 1:
-        checkpoints.load_weights = None
+        checkpoints.kind_of = None
     model = run._load_policy(run.cfg, run.checkpoints)
     reference = make_reference(model, run.cfg)
     state = run.checkpoints.restore(model, Path(cfg.output_dir) / "step_000001")

@@ -20,6 +20,7 @@ from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.models import hf_model, lora_hf_model, transformers_model
 from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.layers import standardize
+from torchtune_grpo.models.weights import HFCheckpointer
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 from torchtune_grpo.rollout.sampling import row_keys
@@ -37,7 +38,8 @@ def load(folder, build=hf_model, **arguments):
     torch.manual_seed(0)
     model = build(str(folder), **arguments)
     standardize(model)
-    model.load_state_dict(model.read(folder), strict=build is hf_model)
+    checkpointer = HFCheckpointer(str(folder), "")
+    model.load_state_dict(model.kind.read(checkpointer, {}), strict=build is hf_model)
     generator = torch.Generator().manual_seed(5)
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
@@ -50,7 +52,7 @@ def load(folder, build=hf_model, **arguments):
                 parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
     if adapters := get_adapter_params(model):
         set_trainable_params(model, adapters)
-    model.check()
+    model.kind.check_loaded()
     return model.eval()
 
 
@@ -167,18 +169,14 @@ def test_only_an_adapter_drops_out_in_training(tmp_path):
     assert (model.train()(TOKENS) - model.eval()(TOKENS)).abs().max() > 1e-2
 
 
-def test_other_engines_say_that_they_do_not_sample_it(tmp_path, caplog):
-    folder = hf_folder("lfm2", tmp_path)
-    model = load(folder)
-    for settings in ("native", "torchtune", {"cuda_graphs": "never"}):
-        assert isinstance(engine_of(model, engine=settings), TransformersEngine)
-    assert [r.getMessage()[:24] for r in caplog.records if "no effect" in r.getMessage()] == [
-        "rollout.engine=torchtune",
-        "rollout.engine=native: h",
-    ]
-    with pytest.raises(ValueError, match="^rollout.engine: vllm is not tried .*; set it to native"):
-        engine_of(model, engine="vllm")
-    with pytest.raises(ValueError, match="^rollout.engine: transformers only samples models"):
+def test_other_engines_are_refused_by_the_modules_that_they_sample(tmp_path):
+    model = load(hf_folder("lfm2", tmp_path))
+    for name in ("native", "transformers"):
+        assert isinstance(engine_of(model, engine=name), TransformersEngine)
+    for settings in ("torchtune", "vllm", {"cuda_graphs": "never"}):
+        with pytest.raises(ValueError, match=r"^rollout.engine=\w+: .* set it to transformers, "):
+            engine_of(model, engine=settings)
+    with pytest.raises(ValueError, match="^rollout.engine=transformers: .* set it to native, "):
         engine_of(build_policy(), engine="transformers")
 
 
@@ -221,7 +219,7 @@ def test_the_text_part_of_a_model_that_also_sees_is_taken_and_saved(tmp_path, na
     expected = whole(TOKENS, use_cache=False).logits
     model = load(tmp_path / "base")
     torch.testing.assert_close(model(TOKENS), expected, atol=1e-5, rtol=1e-5)
-    model.write(tmp_path / "end", model.state_dict())
+    model.kind.write(None, {}, model.state_dict(), folder=tmp_path / "end")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "end", dtype=torch.float32)
     torch.testing.assert_close(saved(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
 

@@ -27,7 +27,7 @@ from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import load_once, on_first_rank
 from torchtune_grpo.models.adapter import adapter_names, merge_adapter, model_settings, save_adapter
-from torchtune_grpo.models.weights import hf_config_of, load_weights, save_weights
+from torchtune_grpo.models.kinds import hf_config_of, kind_of
 from torchtune_grpo.training.optimizer import later_bytes
 
 log = utils.get_logger("INFO")
@@ -81,9 +81,9 @@ class Checkpoints:
         own = {"checkpoint": None if checkpoint is None else files.sums(checkpoint)}
         return {**self._run_config, **own, "batch_size * ranks": None}
 
-    def base_weights(self, model: nn.Module | None = None) -> dict[str, object]:
+    def base_weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Return the weights to start from, with the model's names and Hugging Face's row order."""
-        return load_weights(model, self._checkpointer, self._node)
+        return kind_of(model).read(self._checkpointer, self._node)
 
     def keep_base_files(self, stop_tokens: Sequence[int] = ()) -> None:
         """Copy what saving needs from the base model's folder, which may change or vanish.
@@ -151,7 +151,7 @@ class Checkpoints:
                 whole = self._make_checkpointer(
                     checkpoint_dir=str(checkpoint), checkpoint_files=names
                 )
-                weights = load_weights(model, whole, self._node)
+                weights = kind_of(model).read(whole, self._node)
             _check_same(model, weights, checkpoint)
             model.load_state_dict(weights, strict=False)
 
@@ -289,7 +289,7 @@ class Checkpoints:
         """Save the weights with the checkpointer, and move them and their config to ``folder``."""
         written = folder / "epoch_0"
         with only_warnings():
-            save_weights(model, self._checkpointer, self._node, weights, folder=written)
+            kind_of(model).write(self._checkpointer, self._node, weights, folder=written)
         for path in written.iterdir():
             if _WEIGHTS.fullmatch(path.name):
                 path.rename(folder / path.name)

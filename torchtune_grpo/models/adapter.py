@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
 
 from torchtune_grpo.config.text import ConfigError, read_json
-from torchtune_grpo.models.auto import PREFIX, TransformersModel
 from torchtune_grpo.models.families import family_of
+from torchtune_grpo.models.kinds import kind_of
 from torchtune_grpo.models.layers import reorder
 
 _LEAF_NAMES = {  # PEFT's -> torchtune's
@@ -160,19 +160,11 @@ def save_adapter(
     that are not adapted the state needs their weights.
     """
     tensors, ranks, settings = dict[str, Tensor](), dict[str, int](), model_settings(model)
-    if isinstance(model, TransformersModel):  # whose modules have transformers' names
-        for name in sorted(_modules(state)):
-            theirs, joined = name.removeprefix(PREFIX), _joined([name], state)
-            tensors |= {f"base_model.model.{theirs}.{n}": value for n, value in joined.items()}
-            ranks[theirs] = settings["lora_rank"]
-        state = {}
-    for layer in sorted({re.match(r"(layers\.\d+\.)?", name)[0] for name in _modules(state)}):  # type: ignore[index]
-        prefix = f"base_model.model.{layer and 'model.'}{layer}"
-        for theirs, ours in family_of(hf_config).parts.items():
-            joined = _joined([f"{layer}{name}" for name in ours], state)
-            tensors |= {f"{prefix}{theirs}.{leaf}": value for leaf, value in joined.items()}
-            if joined:
-                ranks[theirs.rpartition(".")[2]] = len(joined["lora_A.weight"])
+    for theirs, target, ours in kind_of(model).peft_modules(_modules(state), hf_config):
+        joined = _joined(ours, state)
+        tensors |= {f"base_model.model.{theirs}.{leaf}": value for leaf, value in joined.items()}
+        if joined:
+            ranks[target] = len(joined["lora_A.weight"])
     rank, alpha = settings["lora_rank"], settings["lora_alpha"]
     others = {name: own for name, own in ranks.items() if own != rank}
     config = {

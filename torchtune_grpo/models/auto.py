@@ -2,8 +2,8 @@
 
 Nothing is computed here that transformers computes: its base model makes hidden states, and its
 causal model makes logits from these, with caps and scales. Rows are padded on the right, so that
-causal attention and states are exact without a mask. ``TransformersModel.check`` shows, on a few
-tokens, that a model is such a one.
+causal attention and states are exact without a mask. ``TransformersKind.check_loaded`` shows, on a
+few tokens, that a model is such a one.
 
 Nothing is dropped out in training, whatever config.json says: the policy that is trained is the one
 that samples. Losses for routers of experts are off.
@@ -11,11 +11,8 @@ that samples. Losses for routers of experts are off.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +24,11 @@ from torchtune.modules.peft import LoRALinear
 from torchtune.utils._logging import log_once
 
 from torchtune_grpo.config.text import describe, shortened
+from torchtune_grpo.models.auto_kind import TransformersKind
 from torchtune_grpo.models.layers import PeftDoRALinear
 
 log = utils.get_logger("INFO")
 
-PREFIX = "hf."  # of its parameters' names, before transformers' own
 _UNLIMITED = 2**20  # tokens, of a model without a table of positions
 _CHANGING = ("longrope", "dynamic")  # rotations that are others beyond the original context
 # Names within a model that also sees or hears -> within its text part alone
@@ -40,7 +37,6 @@ _TEXT_PART = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
     r"^model\.(language|text)_model\.": "model.",
 }
-_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number
 
 
 def transformers_model(
@@ -102,7 +98,7 @@ def transformers_model(
 class TransformersModel(nn.Module):
     """A causal model of transformers that is called, trained and sharded as torchtune's are.
 
-    ``names`` are regular expressions for names in the files of its folder, and what replaces them.
+    ``names`` are those of ``TransformersKind``.
     """
 
     def __init__(self, hf: Any, names: Mapping[str, str]) -> None:
@@ -177,78 +173,9 @@ class TransformersModel(nn.Module):
         """Tie what is one matrix again, after parameters have been made anew."""
         self.hf.tie_weights()
 
-    # --- Its folder ------------------------------------------------------------------------------
-
-    def read(self, folder: str | Path) -> dict[str, Tensor]:
-        """Read the weights from a folder, as transformers does."""
-        kind, config = type(self.hf), copy.deepcopy(self.hf.config)
-        options = {"key_mapping": self._names} if self._names else {}
-        try:
-            with torch.device("cpu"), _quiet():
-                whole, told = kind.from_pretrained(
-                    folder,
-                    config=config,
-                    dtype=self.hf.dtype,
-                    local_files_only=True,
-                    output_loading_info=True,
-                    **options,
-                )
-        except Exception as error:  # of any type: each format has its own
-            raise ValueError(
-                f"checkpoint_dir={folder}: transformers cannot read its weights: "
-                f"{shortened(describe(error), 300)}. Fetch the model again."
-            ) from error
-        odd = {"missing": told["missing_keys"], "of another size": told["mismatched_keys"]}
-        if not self._names:  # else they are of other parts
-            odd["unexpected"] = told["unexpected_keys"]
-        found = [f"{name} is {what}" for what, names in odd.items() for name in sorted(names)]
-        if found:
-            raise ValueError(
-                f"checkpoint_dir={folder}: its weights do not match its config.json: "
-                f"{'; '.join(found[:3])} ({len(found)} differ). Fetch the model again."
-            )
-        return {f"{PREFIX}{name}": value for name, value in whole.state_dict().items()}
-
-    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write weights, without adapters, and their config.json, as transformers does."""
-        with torch.device("meta"):
-            bare = type(self.hf)._from_config(copy.deepcopy(self.hf.config), dtype=self.hf.dtype)
-        state = {name.removeprefix(PREFIX): value for name, value in weights.items()}
-        own = dict(bare.named_parameters()) | dict(bare.named_buffers())
-        for tied in state.keys() - own.keys():  # which are one matrix under two names
-            del state[tied]
-        with _quiet():
-            bare.save_pretrained(folder, state_dict=state)
-
-    # --- Whether it is what it is taken for -------------------------------------------------------
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """Raise a ValueError unless its logits are transformers' and come from earlier tokens."""
-        self.eval()
-        embeddings = self.tok_embeddings
-        tokens = torch.arange(8, device=embeddings.weight.device)[None] % embeddings.num_embeddings
-        other = torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)
-        kind = self.hf.config.model_type
-        try:
-            theirs = self.hf(tokens, use_cache=False).logits
-            logits, changed = self(tokens), self(other)
-        except Exception as error:  # of any type: so many models
-            raise ValueError(
-                f"model: {kind}, as config.json has it, cannot be computed: "
-                f"{shortened(describe(error), 300)}."
-            ) from error
-        bound = _TOLERANCES.get(logits.dtype, 5e-2) * theirs.abs().max()
-        if not (logits - theirs).abs().max() <= bound:
-            raise ValueError(
-                f"model: the logits of {kind} cannot be computed from its hidden states as "
-                "transformers computes them; such a model cannot be trained here."
-            )
-        if not (changed - logits)[:, :-1].abs().max() <= bound:
-            raise ValueError(
-                f"model: {kind}, as config.json has it, is not a causal model: a token changes the "
-                "logits of those before it."
-            )
+    @property
+    def kind(self) -> TransformersKind:
+        return TransformersKind(self, self._names)
 
     def _probe_head(self) -> bool:
         """Tell whether the logits are a product of hidden states and one matrix, unchanged.
@@ -328,22 +255,6 @@ def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
         if any(part in name.split(".") for part in exact):
             parameter.data = parameter.data.float()
     return model, {} if text is config else _TEXT_PART
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let transformers only report errors: what a folder lacks is said here."""
-    from transformers.utils import logging
-
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()
 
 
 def _context_length(config: Any) -> int:

@@ -12,49 +12,14 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune import training
 
 from torchtune_grpo.config.text import describe, read_json, shortened
-from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.build import hf_model, read_config
 from torchtune_grpo.models.families import FAMILIES
-from torchtune_grpo.models.layers import reorder
 
-# torchtune's model types whose weights its checkpointers leave in Hugging Face's order of rows
-_UNPERMUTED = ("QWEN2", "PHI3_MINI", "PHI4")
 _FILES = ("model.safetensors", "pytorch_model.bin")
-
-
-def load_weights(model: nn.Module | None, checkpointer: Any, node: Any) -> dict[str, Any]:
-    """Load a checkpointer's weights under the model's names, in Hugging Face's order of rows.
-
-    ``node`` is the checkpointer's node in the config.
-    """
-    if isinstance(model, TransformersModel):
-        return model.read(checkpointer._checkpoint_dir)
-    weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
-    return reorder(weights, hf_config_of(node), to="halves") if _reorders(node) else weights
-
-
-def save_weights(
-    model: nn.Module, checkpointer: Any, node: Any, weights: dict[str, Any], *, folder: Path
-) -> None:
-    """Reverse ``load_weights``: write to ``folder``, which the checkpointer calls ``epoch_0``."""
-    if isinstance(model, TransformersModel):
-        return model.write(folder, weights)
-    weights = reorder(weights, hf_config_of(node), to="pairs") if _reorders(node) else weights
-    checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=0)
-
-
-def _reorders(node: Any) -> bool:
-    """Whether a checkpointer has the rows in torchtune's order; ours has no model_type."""
-    return node.get("model_type") not in (*_UNPERMUTED, None)
-
-
-def hf_config_of(node: Any) -> dict[str, Any]:
-    """Read ``config.json`` from the folder that a checkpointer's node names."""
-    return read_json(node["checkpoint_dir"], "config.json", key="checkpointer.checkpoint_dir")
 
 
 def hf_state(state_dict: Mapping[str, Tensor], model_dir: str | Path) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 from torchtune import utils
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
@@ -13,7 +14,7 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_grpo.config.check import arguments_of, instantiate
 from torchtune_grpo.config.keys import ENGINES, GRPOConfig, RolloutConfig
 from torchtune_grpo.config.text import ConfigError, noted
-from torchtune_grpo.models.auto import TransformersModel
+from torchtune_grpo.models.kinds import kind_of
 from torchtune_grpo.rollout.decoder import unsupported_reason
 from torchtune_grpo.rollout.native import NativeEngine
 from torchtune_grpo.rollout.request import ONE_TURN, Capabilities, EngineContext, RolloutEngine
@@ -29,6 +30,7 @@ native = NativeEngine
 torchtune = TorchtuneEngine
 transformers = TransformersEngine
 vllm = VLLMEngine
+_SHIPPED = ("native", NativeEngine), ("transformers", TransformersEngine)
 
 
 def engine_class(settings: RolloutConfig) -> type[RolloutEngine]:
@@ -84,18 +86,29 @@ def _key(settings: RolloutConfig) -> str:
     return f"rollout.engine={settings.engine._component_.removeprefix(f'{ENGINES}.')}"
 
 
+def engine_for(settings: RolloutConfig, model: nn.Module) -> type[RolloutEngine]:
+    """Return the config's engine or, for a model that the default does not sample, one that does.
+
+    Raises a ConfigError if another engine does not sample it.
+    """
+    chosen, modules = engine_class(settings), kind_of(model).modules
+    if modules in capabilities_of(settings).modules:
+        return chosen
+    name, engine = next((n, e) for n, e in _SHIPPED if modules in e.capabilities().modules)
+    if chosen is not NativeEngine or arguments_of(settings.engine):
+        raise ConfigError(
+            f"{_key(settings)}: does not sample models that {modules}' modules compute; set it to "
+            f"{name}, without other arguments."
+        )
+    return engine
+
+
 def make_engine(context: EngineContext) -> RolloutEngine:
     """Make the config's engine, or another for a model that the native one cannot run."""
     settings = context.settings
-    chosen, reason = engine_class(settings), unsupported_reason(context.model)
-    if isinstance(context.model, TransformersModel) and chosen in (NativeEngine, TorchtuneEngine):
-        if chosen is TorchtuneEngine or arguments_of(settings.engine):
-            log.warning(
-                f"{_key(settings)}: has no effect, nor have its arguments; transformers' generate "
-                "samples this model."
-            )
+    if (chosen := engine_for(settings, context.model)) is TransformersEngine:
         return TransformersEngine(context)
-    if chosen is NativeEngine and reason is not None:
+    if chosen is NativeEngine and (reason := unsupported_reason(context.model)):
         log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
         return TorchtuneEngine(context)
     if not capabilities_of(settings).reproducible:

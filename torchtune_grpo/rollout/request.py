@@ -144,6 +144,7 @@ class Capabilities:
     filters: bool = False  # follows the parameters that ``filters_in`` finds
     reproducible: bool = False  # without a deadline, samples depend on request and weights alone
     longest_row: int | None = None  # tokens of a prompt with its response; None = as the model
+    modules: tuple[str, ...] = ("torchtune",)  # whose compute what it samples: ``ModelKind``
     correction: Correction | None = None  # objective.sampling_correction if the config has none
 
 

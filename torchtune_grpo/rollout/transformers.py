@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_grpo.machine.parallel import gathered
 from torchtune_grpo.machine.segments import fill_parts
-from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.rollout.batch import Transcript
 from torchtune_grpo.rollout.cache import CachedPrompt, Row
 from torchtune_grpo.rollout.graphs import Buffers
@@ -39,20 +39,16 @@ class TransformersEngine(RolloutEngine):
     """
 
     def __init__(self, context: EngineContext) -> None:
-        if not isinstance(context.model, TransformersModel):
-            raise ValueError(
-                "transformers only samples models that its modules compute "
-                "(docs/models.md#any-other-model); set it to native."
-            )
         from transformers import GenerationConfig
 
-        self._model, self._settings = context.model, context.settings
+        self._model: Any = context.model
+        self._settings = context.settings
         self._model.hf.generation_config = GenerationConfig()  # what ends a text is the request's
         self._buffers = Buffers(context.device)
 
     @classmethod
     def capabilities(cls, **arguments: object) -> Capabilities:
-        return Capabilities(turns=True, filters=True, reproducible=True)
+        return Capabilities(turns=True, filters=True, reproducible=True, modules=("transformers",))
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Samples:

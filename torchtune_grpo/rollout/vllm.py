@@ -36,7 +36,6 @@ from torchtune_grpo.config.text import ConfigError, read_json
 from torchtune_grpo.machine.device import free_bytes
 from torchtune_grpo.machine.parallel import gathered, reshard, world_size
 from torchtune_grpo.models.adapter import adapter_names, model_settings, save_adapter
-from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.build import UnsupportedModelError, read_config
 from torchtune_grpo.models.layers import unembed_with
 from torchtune_grpo.models.weights import parts_by_hf_name
@@ -89,10 +88,6 @@ class VLLMEngine(RolloutEngine):
         memory_share: float = MEMORY_SHARE,
         merge_adapters: Merge = "auto",
     ) -> None:
-        if isinstance(context.model, TransformersModel):
-            raise ValueError(
-                "vllm is not tried with models of transformers' own modules; set it to native."
-            )
         self._context, self._model, self._memory_share = context, context.model, memory_share
         self._dtype = context.model.tok_embeddings.weight.dtype
         self._bound = explained_by_rounding(self._dtype)

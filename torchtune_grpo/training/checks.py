@@ -19,9 +19,8 @@ from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, describe, noted, read_json
 from torchtune_grpo.models.adapter import adapter_files, check_adapter
-from torchtune_grpo.models.auto import TransformersModel
-from torchtune_grpo.models.weights import hf_config_of
-from torchtune_grpo.rollout.engine import capabilities_of
+from torchtune_grpo.models.kinds import hf_config_of, kind_of
+from torchtune_grpo.rollout.engine import capabilities_of, engine_for
 from torchtune_grpo.training.optimizer import make_lr_scheduler
 from torchtune_grpo.training.policy import empty_model
 
@@ -35,6 +34,7 @@ def check_model(cfg: GRPOConfig) -> None:
         _check_files(cfg)
         model = empty_model(cfg)
         _check_architecture(cfg, model)
+        engine_for(cfg.rollout, model)
         if cfg.adapter_dir is not None:
             _check_adapter_dir(cfg, model)
     with noted(problems):
@@ -79,16 +79,10 @@ def _check_files(cfg: GRPOConfig) -> None:
         instantiate("checkpointer", node, output_dir=output_dir)
 
 
-def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
+def _check_architecture(cfg: GRPOConfig, model: TransformerDecoder) -> None:
     """Compare the model with the checkpoint's ``config.json``."""
     folder, component = cfg.checkpointer.checkpoint_dir, cfg.model._component_
-    if isinstance(model, TransformersModel):  # built from that file
-        return _check_sizes(cfg, model)
-    if not isinstance(model, TransformerDecoder):
-        raise ValueError(
-            f"model._component_={component}: makes a {type(model).__name__}; only text models "
-            "(torchtune's TransformerDecoder) can be trained."
-        )
+    shape = kind_of(model).shape()
     if any(isinstance(module, Gemma2Attention) for module in model.modules()):
         raise ValueError(
             f"model._component_={component}: torchtune 0.6.1 computes another model than Gemma 2's "
@@ -103,23 +97,13 @@ def _check_architecture(cfg: GRPOConfig, model: nn.Module) -> None:
             f"checkpointer.model_type={ours}: config.json in {folder} says {theirs}; give the type "
             "of that model."
         )
-    width = model.tok_embeddings.embedding_dim
-    built = {"vocab_size": model.tok_embeddings.num_embeddings, "hidden_size": width}
-    built["num_hidden_layers"] = len(model.layers)
-    for layer in list(model.layers)[:1]:
-        built["num_attention_heads"] = layer.attn.num_heads
-        built["num_key_value_heads"] = layer.attn.num_kv_heads
     given = arguments_of(cfg.model)
-    for name, value in built.items():
+    for name, value in shape.items():
         if hf_config.get(name) not in (None, value):
             raise ValueError(
                 f"model: {component} with {given} has {name}={value}, but config.json in "
                 f"{folder} says {hf_config[name]}. Build the model that was downloaded."
             )
-    _check_sizes(cfg, model)
-
-
-def _check_sizes(cfg: GRPOConfig, model: TransformerDecoder | TransformersModel) -> None:
     size, width = model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim
     if any(getattr(module, "rank", 1) < 1 for module in model.modules()):
         raise ValueError("model.lora_rank=0: give 1 or more.")
@@ -134,7 +118,7 @@ def _check_sizes(cfg: GRPOConfig, model: TransformerDecoder | TransformersModel)
 
 def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
     """Check that ``adapter_dir`` fits the model, and warn if it was trained on another base."""
-    if isinstance(model, TransformersModel):
+    if not kind_of(model).takes_adapters:
         raise ValueError(
             f"adapter_dir={cfg.adapter_dir}: a model that transformers' modules compute cannot "
             "begin from an adapter; merge it into the base with PEFT (merge_and_unload), and begin "

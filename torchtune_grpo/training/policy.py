@@ -15,9 +15,8 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.device import free_bytes, weight_bytes
 from torchtune_grpo.machine.parallel import gather_over_ranks, world_size
 from torchtune_grpo.models.adapter import adapter_settings, merge_adapter, read_adapter
-from torchtune_grpo.models.auto import TransformersModel
+from torchtune_grpo.models.kinds import hf_config_of, kind_of
 from torchtune_grpo.models.layers import attend_in_segments, standardize
-from torchtune_grpo.models.weights import hf_config_of
 
 log = utils.get_logger("INFO")
 
@@ -59,7 +58,7 @@ def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
     with training.set_default_dtype(dtype), device:
         model = config.instantiate(cfg.model)
         standardize(model)
-    if cfg.pack_groups and isinstance(model, TransformerDecoder):
+    if cfg.pack_groups and kind_of(model).packs_rows:
         attend_in_segments(model)
     if adapters := get_adapter_params(model):
         set_trainable_params(model, adapters)
@@ -94,5 +93,4 @@ def load_policy(
             module.initialize_dora_magnitude()
     if adapters:
         model.load_state_dict(start, strict=False)  # overwrites the initial magnitudes
-    if isinstance(model, TransformersModel):
-        model.check()
+    kind_of(model).check_loaded()

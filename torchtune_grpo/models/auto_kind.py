@@ -1,0 +1,127 @@
+"""How models of transformers' own modules are read, checked and written: as transformers does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtune_grpo.config.text import describe, shortened
+from torchtune_grpo.models.kinds import ModelKind
+
+PREFIX = "hf."  # of parameters' names, before transformers' own
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number
+
+
+class TransformersKind(ModelKind):
+    """Models whose ``hf`` is one of transformers.
+
+    ``names`` are regular expressions for names in the files of its folder, and what replaces them.
+    """
+
+    modules = "transformers"
+    packs_rows = takes_adapters = False
+
+    def __init__(self, model: nn.Module, names: Mapping[str, str]) -> None:
+        super().__init__(model)
+        self._names = dict(names)
+
+    def shape(self) -> dict[str, int]:
+        return {}  # it is built from config.json
+
+    @torch.no_grad()
+    def check_loaded(self) -> None:
+        """Raise a ValueError unless its logits are transformers' and come from earlier tokens."""
+        model = self._model.eval()
+        embeddings, kind = model.tok_embeddings, model.hf.config.model_type
+        tokens = torch.arange(8, device=embeddings.weight.device)[None] % embeddings.num_embeddings
+        other = torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)
+        try:
+            theirs = model.hf(tokens, use_cache=False).logits
+            logits, changed = model(tokens), model(other)
+        except Exception as error:  # of any type: so many models
+            raise ValueError(
+                f"model: {kind}, as config.json has it, cannot be computed: "
+                f"{shortened(describe(error), 300)}."
+            ) from error
+        bound = _TOLERANCES.get(logits.dtype, 5e-2) * theirs.abs().max()
+        if not (logits - theirs).abs().max() <= bound:
+            raise ValueError(
+                f"model: the logits of {kind} cannot be computed from its hidden states as "
+                "transformers computes them; such a model cannot be trained here."
+            )
+        if not (changed - logits)[:, :-1].abs().max() <= bound:
+            raise ValueError(
+                f"model: {kind}, as config.json has it, is not a causal model: a token changes the "
+                "logits of those before it."
+            )
+
+    def read(self, checkpointer: Any, node: Any) -> dict[str, Tensor]:
+        hf, folder = self._model.hf, checkpointer._checkpoint_dir
+        options = {"key_mapping": self._names} if self._names else {}
+        try:
+            with torch.device("cpu"), _quiet():
+                whole, told = type(hf).from_pretrained(
+                    folder,
+                    config=copy.deepcopy(hf.config),
+                    dtype=hf.dtype,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **options,
+                )
+        except Exception as error:  # of any type: each format has its own
+            raise ValueError(
+                f"checkpoint_dir={folder}: transformers cannot read its weights: "
+                f"{shortened(describe(error), 300)}. Fetch the model again."
+            ) from error
+        odd = {"missing": told["missing_keys"], "of another size": told["mismatched_keys"]}
+        if not self._names:  # else they are of other parts
+            odd["unexpected"] = told["unexpected_keys"]
+        found = [f"{name} is {what}" for what, names in odd.items() for name in sorted(names)]
+        if found:
+            raise ValueError(
+                f"checkpoint_dir={folder}: its weights do not match its config.json: "
+                f"{'; '.join(found[:3])} ({len(found)} differ). Fetch the model again."
+            )
+        return {f"{PREFIX}{name}": value for name, value in whole.state_dict().items()}
+
+    def write(
+        self, checkpointer: Any, node: Any, weights: dict[str, Tensor], *, folder: Path
+    ) -> None:
+        hf = self._model.hf
+        with torch.device("meta"):
+            bare = type(hf)._from_config(copy.deepcopy(hf.config), dtype=hf.dtype)
+        state = {name.removeprefix(PREFIX): value for name, value in weights.items()}
+        known = dict(bare.named_parameters()) | dict(bare.named_buffers())
+        for tied in state.keys() - known.keys():  # which are one matrix under two names
+            del state[tied]
+        with _quiet():
+            bare.save_pretrained(folder, state_dict=state)
+
+    def peft_modules(
+        self, names: Iterable[str], hf_config: Any
+    ) -> Iterator[tuple[str, str, list[str]]]:
+        for name in sorted(names):
+            theirs = name.removeprefix(PREFIX)
+            yield theirs, theirs, [name]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let transformers only report errors: what a folder lacks is said here."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
