@@ -12,20 +12,18 @@ that samples. Losses for routers of experts are off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchtune import utils
-from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.peft import LoRALinear
 from torchtune.utils._logging import log_once
 
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.models.auto_kind import TransformersKind
-from torchtune_grpo.models.layers import PeftDoRALinear
+from torchtune_grpo.models.layers import PeftDoRALinear, save_without_nf4
 
 log = utils.get_logger("INFO")
 
@@ -85,13 +83,8 @@ def transformers_model(
             quantize_base=quantize_base and inputs * outputs % (64 * 256) == 0,
         )
         model.set_submodule(name, adapted)
-    if quantize_base:  # as in torchtune's builders, a state dict has no NF4
-        to_dtype = partial(
-            reparametrize_as_dtype_state_dict_post_hook,
-            dtype=model.tok_embeddings.weight.dtype,
-            offload_to_cpu=True,
-        )
-        model._register_state_dict_hook(to_dtype)
+    if quantize_base:
+        save_without_nf4(model, model.tok_embeddings.weight.dtype)
     return model
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.models.kinds import ModelKind
+from torchtune_grpo.models.tokenizer import only_errors
 
 PREFIX = "hf."  # of parameters' names, before transformers' own
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest number
@@ -65,7 +65,7 @@ class TransformersKind(ModelKind):
         hf, folder = self._model.hf, checkpointer._checkpoint_dir
         options = {"key_mapping": self._names} if self._names else {}
         try:
-            with torch.device("cpu"), _quiet():
+            with torch.device("cpu"), only_errors():
                 whole, told = type(hf).from_pretrained(
                     folder,
                     config=copy.deepcopy(hf.config),
@@ -100,7 +100,7 @@ class TransformersKind(ModelKind):
         known = dict(bare.named_parameters()) | dict(bare.named_buffers())
         for tied in state.keys() - known.keys():  # which are one matrix under two names
             del state[tied]
-        with _quiet():
+        with only_errors():
             bare.save_pretrained(folder, state_dict=state)
 
     def peft_modules(
@@ -109,19 +109,3 @@ class TransformersKind(ModelKind):
         for name in sorted(names):
             theirs = name.removeprefix(PREFIX)
             yield theirs, theirs, [name]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let transformers only report errors: what a folder lacks is said here."""
-    from transformers.utils import logging
-
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from torchtune.modules import (
     TransformerDecoder,
     TransformerSelfAttentionLayer,
 )
-from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.low_precision import FrozenNF4Linear
 from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
 from torchtune.utils._logging import log_once
@@ -37,6 +35,7 @@ from torchtune_grpo.models.layers import (
     PeftDoRALinear,
     Scale,
     UniformAttention,
+    save_without_nf4,
     scale_output,
 )
 
@@ -147,14 +146,8 @@ def lora_hf_model(
         return (FrozenNF4Linear if quantized else nn.Linear)(inputs, outputs, bias=bias)
 
     model = _build(model_dir, hf, linear)
-    if quantize_base:  # as in torchtune's builders, a state dict has no NF4
-        model._register_state_dict_hook(
-            partial(
-                reparametrize_as_dtype_state_dict_post_hook,
-                dtype=model.tok_embeddings.weight.dtype,
-                offload_to_cpu=True,
-            )
-        )
+    if quantize_base:
+        save_without_nf4(model, model.tok_embeddings.weight.dtype)
     return model
 
 

@@ -28,6 +28,7 @@ from torchtune.modules import (
     RotaryPositionalEmbeddings,
     TransformerDecoder,
 )
+from torchtune.modules.common_utils import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_grpo.machine.segments import (
@@ -94,6 +95,13 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
+
+
+def save_without_nf4(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let a model's state dict have a dtype in place of NF4, as torchtune's builders do."""
+    model._register_state_dict_hook(
+        partial(reparametrize_as_dtype_state_dict_post_hook, dtype=dtype, offload_to_cpu=True)
+    )
 
 
 def scale_output(module: nn.Module, factor: float) -> None:

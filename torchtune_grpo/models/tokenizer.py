@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,22 @@ class HFTokenizer:
 hf_tokenizer = HFTokenizer  # as configs name it
 
 
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Let transformers only report errors: what a folder lacks is said here."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
 def _load(model_dir: str) -> Any:
     """Load transformers' fast tokenizer from a folder."""
     folder = Path(model_dir)
@@ -201,19 +217,15 @@ def _load(model_dir: str) -> Any:
             "tokenizer files into it."
         )
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_dir, local_files_only=True, trust_remote_code=False
-        )
+        with only_errors():
+            tokenizer = AutoTokenizer.from_pretrained(
+                model_dir, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # of any type: each file has its own parser
         said = shortened(describe(error), 300)
         raise ValueError(f"model_dir={model_dir}: could not read its tokenizer: {said}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     if not tokenizer.is_fast:
         raise ValueError(
             f"model_dir={model_dir}: transformers has no fast tokenizer for it. Use a folder with "
