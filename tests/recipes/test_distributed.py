@@ -273,7 +273,7 @@ def main(cfg):
     run.device
     if rank() == 1:
         checkpoints.kind_of = None
-    model = run._load_policy(run.cfg, run.checkpoints)
+    model = run._load_policy()
     reference = make_reference(model, run.cfg)
     state = run.checkpoints.restore(model, Path(cfg.output_dir) / "step_000001")
     copied = getattr(reference, "_start", None) or [*reference._model.parameters()]
