@@ -112,7 +112,7 @@ def test_a_run_trains_on_what_another_engine_sampled_and_on_nothing_else(tmp_pat
 @pytest.mark.parametrize(
     ("node", "said"),
     [
-        ("my_engine.Absent", "rollout.engine._component_=my_engine.Absent: cannot be imported"),
+        ("my_engine.Absent", "rollout.engine._component_=my_engine.Absent: .* has no 'Absent'"),
         ("{_component_: my_engine.Uniform, len: 2}", "rollout.engine.len=2: .*It takes context, l"),
         ("my_engine.Short", "rollout.engine=my_engine.Short: .*missing .*'length'"),
         ("my_engine.silent", "rollout.engine=my_engine.silent: not an engine; .*RolloutEngine"),

@@ -22,6 +22,7 @@ def add(x: int) -> int:
 ROWS = "{_component_: torchtune_grpo.data.RLDataset, source: %s}"
 CHOICES = "rewards=[{_component_: torchtune_grpo.rewards.choice_reward}]"
 SHAPED = "torchtune_grpo.rewards.math_format_reward"
+TURNS = '{"prompt": [{"role": "%s", "content": "3+4?"}], "answer": 7}\n'
 MESSAGES = '[{""role"": ""user"", ""content"": ""3+4?""}]'
 # Arguments of `torchtune-grpo config tiny_arithmetic_grpo`; {rows} is a data set with a file -> the
 # last line, as far as it matters.
@@ -34,12 +35,13 @@ IN_A_CONFIG = {
     "lr_scheduler=cosine": "mean torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup?",
     "optimizer=adamw": "not an import path such as torch.optim.AdamW. Did you mean torch.optim.Ad",
     "metric_logger=tensorboard": "mean torchtune.training.metric_logging.TensorBoardLogger?",
-    "--table my.Table": "--table=my.Table: cannot be imported: .* No module named",
+    "--table my.Table": "--table=my.Table: my has no 'Table'",
     "rewards.0.foo=1": r"torchtune_grpo.rewards.math_correctness_reward has no such argument\.",
     "rewards.correctness.weight=1": "rewards has only rewards.0, rewards.1",
     "rewards=[] rewards.0._component_=x": r"rewards has no entry; give rewards=\[...\]",
     "rewards.0=my.verl": r"my.verl has no argument `completions`; write f\(prompts, completions, ",
     "rewards.0=my.no_completions": r"write f\(prompts, completions, \*\*columns\)",
+    "rewards.0=my.verk": r"my has no 'verk'\. Did you mean my.verl\?",
     "rewards.0=broken.f": r"cannot be imported: '\[' was never closed \(broken.py:2\)",
     "rewards.0=fails.f": r"cannot be imported: ZeroDivisionError: division by zero \(fails.py:2\)",
     "rewards.0.weight=-1": "rewards.0.weight=-1: wrong answers would score above right ones",
@@ -52,8 +54,12 @@ IN_A_CONFIG = {
     "dataset={wide.csv}": "the file is not in UTF-8; set encoding, as to latin-1 or utf-16",
     "dataset={semicolon.csv}": "its header has no ','; set sep=';'",
     "dataset={messages.csv}": "column 'prompt' holds messages as text; give JSON lines with lists",
+    "dataset={roles.jsonl}": r"message 0 has role='human': give one of .* \(8 rows, first 0\)",
+    "dataset={one.jsonl} dataset.prompt_template={sum}{prompt}": "no column 'sum' among",
+    "sampler.column=level": "sampler={'column': 'level'}: give a mapping with _component_",
     r"dataset={one.jsonl} dataset.prompt_template=x{prompt}\boxed{}": "literal braces as {{ and }}",
     f"dataset={{indices.jsonl}} {CHOICES}": r": answer=0: give a letter, .* \(8 rows, first 0\)\.",
+    f"dataset={{lists.jsonl}} {CHOICES}": r": answer=\[0\]: give a letter, .*8 rows, first 0\)",
 }
 # Other commands
 COMMANDS = {
@@ -99,6 +105,8 @@ def folder(tmp_path_factory):
         "mapping.yaml": f"base_config: {TINY}\nrewards: {{right: {{_component_: {SHAPED}}}}}\n",
         "one.jsonl": row % (3, 7),
         "indices.jsonl": "".join(row % (n, n % 4) for n in range(8)),
+        "lists.jsonl": "".join(row.replace("%d}", "[%d]}") % (n, n % 4) for n in range(8)),
+        "roles.jsonl": "".join(TURNS % ["human", "bot"][n % 2] for n in range(8)),
         "semicolon.csv": "prompt;answer\n3 + 4?;7\n",
         "messages.csv": f'prompt,answer\n"{MESSAGES}",7\n',
     }

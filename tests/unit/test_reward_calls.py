@@ -443,10 +443,12 @@ def test_the_message_shows_control_characters_and_where(caplog):
     def reward(prompts, completions, **columns):
         raise ValueError(f"no number in \x1b[2J{completions[0]}\x9b\n\tsecond line")
 
+    line = reward.__code__.co_firstlineno + 1
     shown = "ValueError: no number in \\x1b[2Jc0\\x9b\n\tsecond line"
     score(reward, n=1)
     assert caplog.messages == [
-        f"The reward 'r0' failed on 1 of 1 completions, first at index 0: {shown}"
+        f"The reward 'r0' failed on 1 of 1 completions, first at index 0: {shown} "
+        f"(test_reward_calls.py:{line})"
     ]
     with pytest.raises(RewardFailure) as raised:
         score(reward, n=1, share=0.0)

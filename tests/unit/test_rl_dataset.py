@@ -218,7 +218,7 @@ def test_rows_of_sharegpt_are_messages_and_end_before_the_reply(llama3_tokenizer
         {"answer": None}
     ]
     (said,) = caplog.messages
-    assert "message 0 has no role among system, user, assistant, tool: {'role': 'bird'" in said
+    assert "message 0 has role='bird': give one of system, user, assistant, tool (row 3)" in said
 
 
 def test_columns_with_names_of_reward_arguments_are_refused(llama3_tokenizer):
@@ -240,8 +240,8 @@ BAD_ROWS = [
     (None, "it has no columns: None"),
     ({"prompt": []}, "the last message is not the user's or a tool's"),
     ({"prompt": chat(("user", "a"), ("assistant", "b"))}, "the last message is not"),
-    ({"prompt": ["1+1?"]}, "message 0 has no role among system, user, assistant, tool: '1+1?'"),
-    ({"prompt": chat(("bot", "1+1?"))}, "message 0 has no role among"),
+    ({"prompt": ["1+1?"]}, "message 0 has role=None: give one of system, user, assistant, tool"),
+    ({"prompt": chat(("bot", "1+1?"))}, "message 0 has role='bot': give one of"),
     ({"prompt": chat(("user", [{"type": "text"}]))}, "the content of message 0 is not text: [{"),
 ]
 

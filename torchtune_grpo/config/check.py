@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -230,17 +231,21 @@ def check_component(name: str, node: DictConfig, *, beside: Iterable[str] = ()) 
 
 def load_component(key: str, dotpath: str) -> Any:
     """Import the class or function that a key names; a ConfigError says why it cannot be."""
-    shown = dotpath.removeprefix(f"{ENGINES}.")
+    shown, near = dotpath.removeprefix(f"{ENGINES}."), ""
     try:
         component = _get_component_from_path(dotpath)
     except Exception as error:  # whatever a user's module raises
         component, why = None, "not an import path such as torch.optim.AdamW."
-        if "." in shown:
+        module, _, name = shown.rpartition(".")
+        if module in sys.modules and getattr(error.__cause__, "name", None) == dotpath:
+            why = f"{module} has no {name!r}."
+            near = suggest(dotpath, [f"{module}.{each}" for each in vars(sys.modules[module])])
+        elif module:
             why = f"cannot be imported: {told(error)}"
     else:
         why = "not a class or function."
     if not callable(component):
-        hint = _component_hint(key, dotpath).replace(f"{ENGINES}.", "")
+        hint = near or _component_hint(key, dotpath).replace(f"{ENGINES}.", "")
         raise ConfigError(f"{key}={shown}: {why}{hint}")
     return component
 

@@ -206,7 +206,7 @@ def _value(key: str, text: str) -> object:
     """Read a value as YAML does, but ``None`` as null, and a text with a colon or a # as text."""
     if text == "None":
         return None
-    if key.endswith("max_filename"):  # a checkpoint's number
+    if key.endswith("max_filename") or re.match(r"\{\w+\}", text):  # a number; a template
         return text
     value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
     is_cut = isinstance(value, str) and text.startswith(f"{value} ")  # where YAML sees a comment

@@ -60,10 +60,10 @@ def check_text(value: object, name: str) -> str:
 def check_messages(value: Sequence[Any]) -> list[dict[str, Any]]:
     """Return a conversation that a model can continue, without the keys that are null."""
     for number, turn in enumerate(value):
-        if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
-            raise BadRow(
-                f"message {number} has no role among {', '.join(ROLES)}: {shortened(repr(turn))}"
-            )
+        role = turn.get("role") if isinstance(turn, Mapping) else None
+        if role not in ROLES:
+            given = shortened(repr(role))
+            raise BadRow(f"message {number} has role={given}: give one of {', '.join(ROLES)}")
         content = turn.get("content")
         if content or not turn.get("tool_calls"):  # a call needs no words
             check_text(content, f"the content of message {number}")

@@ -14,7 +14,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, cast
 
-from torchtune_grpo.config.text import describe
+from torchtune_grpo.config.text import describe, place_of
 from torchtune_grpo.machine import loop
 from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
@@ -136,7 +136,7 @@ class Outcome:
             return self.count, 0, "", ""
         row, error = errors[0]
         where = f"index {row}" + (f" of rank {rank()}" if world_size() > 1 else "")
-        text = f"first at {where}: {describe(error)}"
+        text = f"first at {where}: {describe(error)}{place_of(error)}"
         if format is None and isinstance(error, (TypeError, AttributeError)):
             text += " (set format: text in its node if it wants texts, format: chat for messages)"
         return self.count, len(errors), text, describe(error, frames=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import runpy
 import sys
@@ -13,6 +14,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+_NOT_USERS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
 Wait = Callable[[Any], Any]  # returns what an awaitable gives, and any other value as it is
 
 
@@ -48,11 +50,16 @@ class Function:
 
 @contextmanager
 def _telling() -> Iterator[None]:
-    """Raise what the user's code raises as an error with its traceback as text."""
+    """Raise what the user's code raises as text: a line with its place, then its traceback."""
     try:
         yield
-    except BaseException:
-        raise RuntimeError(traceback.format_exc(limit=-3)) from None
+    except BaseException as error:
+        what = " ".join("".join(traceback.format_exception_only(error)).split())
+        files = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+        theirs = [file for file in files if not file[0].startswith(_NOT_USERS)]
+        file, line = ([f for f in theirs if "/site-packages/" not in f[0]] or files)[-1]
+        place = f"{os.path.basename(file)}:{line}"
+        raise RuntimeError(f"{what} ({place})\n{traceback.format_exc(limit=-3)}") from None
 
 
 def _named(path: str) -> Callable[..., Any]:
