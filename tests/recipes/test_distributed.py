@@ -279,7 +279,7 @@ def main(cfg):
     copied = getattr(reference, "_start", None) or [*reference._model.parameters()]
     held = [own_bytes(each) for each in ([*model.parameters()], copied, state["optimizer"])]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    run._prepare_passes(model, [reference])
+    run._prepare_passes(model, reference)
     part = sum(parameter.to_local().nbytes for parameter in model.parameters())
     after = whole_on_first_rank(model.state_dict())
     same = all(value.equal(before[name]) for name, value in after.items())
