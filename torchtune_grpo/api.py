@@ -17,6 +17,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from torchtune import utils
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder, claim_output_dir
+from torchtune_grpo.checkpoint.model_card import ModelCard
+from torchtune_grpo.cli.commands import do_without_data
 from torchtune_grpo.config.command_line import load_config, set_key
 from torchtune_grpo.config.text import ConfigError, noted, shortened, suggest
 from torchtune_grpo.data.load import as_sequence
@@ -29,6 +31,7 @@ from torchtune_grpo.run import Run
 
 log = utils.get_logger("INFO")
 RLDATASET = "torchtune_grpo.data.RLDataset"
+DEFAULT = "hf_lora_grpo"
 
 
 class GRPO:
@@ -38,7 +41,8 @@ class GRPO:
         config: name of a shipped config to start from, or a file.
         data: prompts to train on: a list of dicts with ``prompt`` and what rewards need, a
             ``datasets.Dataset``, a pandas DataFrame, the path of a file or a name on the hub.
-            None: the config's.
+            None: the config's; with a checkpoint as ``model_dir`` and no ``config``, none, only
+            answers to prompts written as in its training.
         eval_data: held-out prompts, of the same kinds, read like ``data``. None with ``data``: no
             evaluation during the run.
         rewards: functions, classes, ``(function, weight)`` pairs, dotpaths, or nodes of a config.
@@ -56,7 +60,7 @@ class GRPO:
 
     def __init__(
         self,
-        config: str | Path = "hf_lora_grpo",
+        config: str | Path = DEFAULT,
         *,
         data: Any = None,
         eval_data: Any = None,
@@ -71,13 +75,17 @@ class GRPO:
         self._run: Run | None = None  # that of the recipe, if there is one
         self._recipe: GRPOFullFinetuneRecipe | None = None
         self._is_open = False
+        is_bare = config == DEFAULT and data is None and "dataset" not in keys
+        self._only_answers = is_bare and self._take_form(keys.get("model_dir"))
         if data is not None:
             self._set_data("dataset", data)
             self.config.eval_dataset = None  # it is of another task
         for name, value in keys.items():
             self._set_key(name, value)
+        if self._only_answers:
+            do_without_data(self.config)
         if eval_data is not None:
-            of_rows = ("source", "split", "data_files", "num_samples")
+            of_rows = ("source", "rows", "split", "data_files", "num_samples")
             form = {k: v for k, v in self.config.dataset.items() if k not in of_rows}
             self.config.eval_dataset = OmegaConf.merge(form, self.config.eval_dataset or {})
             self._set_data("eval_dataset", eval_data)
@@ -107,6 +115,14 @@ class GRPO:
         if "push" in name:
             hint = " `torchtune-grpo push OUTPUT_DIR NAME` uploads a checkpoint."
         raise AttributeError(f"GRPO has no {name!r}.{hint}")
+
+    def _take_form(self, model_dir: object) -> bool:
+        """Ask a checkpoint as in its training; return whether the folder is one."""
+        card = ModelCard.found(model_dir) if isinstance(model_dir, (str, Path)) else None
+        if card is not None:
+            self.config.dataset = {"_component_": RLDATASET, **card.asked}
+            self.config.eval_dataset = None
+        return card is not None
 
     def _set_key(self, name: str, value: Any) -> None:
         """Set a key of the config, or several of a section."""
@@ -225,6 +241,7 @@ class GRPO:
 
         Call it before the first step; it changes nothing about the run.
         """
+        self._check_has_data()
         if self._recipe is not None:
             raise RuntimeError("Call plan() before train(), or make a new GRPO.")
         plan = make_plan(self.config, self._objects)
@@ -236,6 +253,7 @@ class GRPO:
 
         Ctrl-C saves a checkpoint and raises a KeyboardInterrupt; another call goes on.
         """
+        self._check_has_data()
         recipe = self._set_up()
         run = recipe.run
         if recipe.steps.is_over:
@@ -338,6 +356,10 @@ class GRPO:
         step = self._recipe.steps.done if self._recipe else 0
         state = f"step {step} of {self.config.num_steps}" if self._is_open else "closed"
         return f"GRPO(output_dir={str(self._folder)!r}, {state})"
+
+    def _check_has_data(self) -> None:
+        if self._only_answers:
+            raise ValueError(f"model_dir={self.config.model_dir}: there are no data; give data.")
 
     def _set_up(self) -> GRPOFullFinetuneRecipe:
         if not self._is_open:

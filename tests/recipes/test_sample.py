@@ -87,8 +87,22 @@ def test_a_run_whose_rows_were_in_memory_can_be_sampled(tmp_path):
     assert "out/step_000001" in said and "\n<think>" in said
 
 
+FROM_PYTHON = """
+from torchtune_grpo import GRPO
+
+long = dict(max_generated_tokens=12, sampling={"min_new_tokens": 12})
+run = GRPO(model_dir="out/step_000001", output_dir="a", device="cpu", **long)
+print(*run.generate("3 + 4?"), sep="\\n", end="\\n--\\n")
+for needs_data in (run.train, run.plan):
+    try:
+        needs_data()
+    except ValueError as error:
+        print(error)
+"""
+
+
 def test_a_checkpoint_is_asked_as_in_training(tmp_path):
-    """By its folder alone; the card says how, and the command line may say otherwise."""
+    """By its folder alone, from Python, too; the card says how, and a key may say otherwise."""
     small = "num_steps=1 batch_size=2 grpo_samples=2 max_generated_tokens=4 device=cpu".split()
     form = ["dataset.system_prompt=Be brief.", "output_dir=out"]
     run("-m", "torchtune_grpo", "train", "tiny_arithmetic_grpo", *small, *form, "eval_dataset=null",
@@ -97,6 +111,12 @@ def test_a_checkpoint_is_asked_as_in_training(tmp_path):
     assert "## How to ask it" in card and "- system_prompt: 'Be brief.'" in card
     assert "- prefill: '<think>'" in card and "prompt_template" not in card.partition("```yaml")[0]
     ask = ["-m", "torchtune_grpo", "sample", "out/step_000001", "--prompt", "3 + 4?"]
-    ask += ["--samples", "1", "device=cpu", "max_generated_tokens=4"]
-    assert re.search(r"tokens.*\n<think>", run(*ask, cwd=tmp_path).out)
+    long = ["max_generated_tokens=12", "sampling.min_new_tokens=12"]
+    ask += ["--samples", "1", "device=cpu", *long]
+    said = run(*ask, cwd=tmp_path).out
+    assert re.search(r"tokens.*\n<think>", said)
+    (tmp_path / "mine.py").write_text(FROM_PYTHON)
+    answer, refused = run("mine.py", cwd=tmp_path).out.split("\n--\n")
+    assert said.endswith(f" tokens, cut off\n{answer}\n")
+    assert refused == "model_dir=out/step_000001: there are no data; give data.\n" * 2
     assert re.search(r"tokens.*\nSo", run(*ask, "dataset.prefill=So", cwd=tmp_path).out)

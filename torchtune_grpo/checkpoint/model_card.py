@@ -88,6 +88,11 @@ class ModelCard:
     asked: Mapping[str, object] = field(default_factory=dict)  # how its prompts were written
 
     @classmethod
+    def found(cls, folder: str | Path) -> ModelCard | None:
+        """Load the card of a checkpoint; None of another folder."""
+        return cls.load(Path(folder)) if Path(folder, CARD_FILE).is_file() else None
+
+    @classmethod
     def load(cls, checkpoint: Path) -> ModelCard:
         return cls(**json.loads((checkpoint / CARD_FILE).read_text(encoding="utf-8")))
 

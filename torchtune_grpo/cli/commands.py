@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from torchtune_grpo.checkpoint.model_card import CARD_FILE, ModelCard
+from torchtune_grpo.checkpoint.model_card import ModelCard
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import load_component, markdown_table
 from torchtune_grpo.config.command_line import extend_import_path, load_config
@@ -129,27 +129,26 @@ def sample() -> None:
         model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
         data = "dataset={_component_: torchtune_grpo.data.RLDataset}"
         args.run, args.overrides = "hf_lora_grpo", [*model, data, *args.overrides]
-        if (folder / CARD_FILE).is_file():  # a checkpoint, which is asked as in training
-            asked = ModelCard.load(folder).asked
+        if card := ModelCard.found(folder):  # of a checkpoint, which is asked as in training
+            asked = card.asked
     cfg = run_config(args)
     cfg.dataset = {**asked, **cfg.dataset}
     has_rows = cfg.dataset.get("source") is not None or cfg.dataset.get("rows") is not None
     if cfg.dataset._component_.endswith(".RLDataset") and not has_rows:
-        _do_without_data(cfg, args)
+        if not args.prompt:
+            missing = "a model has no data, and rows in memory are gone; give --prompt."
+            raise ValueError(f"dataset.source: {missing}")
+        do_without_data(cfg)
     run = Run(cfg)
     run.prepare_model()
     _print_samples(run, args)
     run.close()
 
 
-def _do_without_data(cfg: DictConfig, args: argparse.Namespace) -> None:
-    """Let prompts be encoded like the data, which were in a script's memory or never existed."""
-    if not args.prompt:
-        raise ValueError(
-            "dataset.source: a model has no data, and rows in memory are gone; give --prompt."
-        )
+def do_without_data(cfg: DictConfig) -> None:
+    """Let prompts be encoded like data that were in a script's memory or never existed."""
     cfg.dataset |= {"rows": [{cfg.dataset.get("prompt_column", "prompt"): "-"}], "columns": None}
-    cfg.rewards = [{"_component_": "torchtune_grpo.rewards.math_format_reward"}]
+    cfg.batch_size, cfg.rewards = 1, [{"_component_": "torchtune_grpo.rewards.math_format_reward"}]
 
 
 def _print_samples(run: Run, args: argparse.Namespace) -> None:
