@@ -17,7 +17,6 @@ from torchtune_grpo.environments.environment import (
     prompt_tokenizer,
 )
 from torchtune_grpo.environments.kinds import make_kinds
-from torchtune_grpo.machine import endings
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import Capabilities, RolloutEngine, sample_groups
 from torchtune_grpo.trajectory import Samples, Trajectory, length_mask
@@ -103,14 +102,12 @@ def play(
     ``objects`` are environments by name (None: the only one), ``tools`` functions or dotpaths, and
     ``settings`` keys of the config's ``environment``.
     """
-    given = {}
     for name, each in (objects or {}).items():
-        given["environment" if name is None else f"environment.{name}"] = each
-        node = {"_component_": f"my.{each.__name__}"}
+        node = {"_component_": f"{each.__module__}.{each.__name__}"}
         settings = {**settings, **(node if name is None else {name: node})}
-    given |= {f"tools.{n}": tool for n, tool in enumerate(tools) if callable(tool)}
+    paths = [t if isinstance(t, str) else f"{t.__module__}.{t.__qualname__}" for t in tools]
+    given = {f"tools.{n}": tools[n] for n, path in enumerate(paths) if "<locals>" in path}
     keys = EnvironmentConfig(**settings)
-    paths = [f"my.{tool.__name__}" if callable(tool) else tool for tool in tools]
     kinds = make_kinds(keys, paths, given)
     dataset = RLDataset(prompt_tokenizer(kinds, tokenizer), rows=rows, chat=chat)
     environment = make_environment(
@@ -136,5 +133,6 @@ def play(
                 prompts=found.prompts, completions=found.completions, columns=found.columns
             )
     finally:
-        endings.close(kinds.values())
+        for kind in kinds.values():
+            kind.close()
     return found, scores

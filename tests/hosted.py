@@ -75,6 +75,16 @@ def meet(folder: str, name: str) -> str:
     return "met"
 
 
+def reset() -> str:
+    """Resets."""
+    return "a tool"
+
+
+def get_reward() -> str:
+    """Gets a reward."""
+    return "another"
+
+
 # --- Environments ----------------------------------------------------------------------------
 
 
@@ -246,18 +256,16 @@ class Logged:
     ``reset`` sends to the run.
     """
 
-    def __init__(self, folder, isolated=True, seconds=0.0, slowness=0.0, end=None):
-        self.folder, self.isolated, self.end = Path(folder), isolated, end
+    def __init__(self, folder, seconds=0.0, slowness=0.0, end=None):
+        self.folder, self.end = Path(folder), end
         self.seconds, self.slowness = seconds, slowness
         self.child = subprocess.Popen(["sleep", "100"], start_new_session=True)
         (self.folder / f"child-{self.child.pid}").touch()
 
     def reset(self, **row):
         if self.end:
-            run = os.getpid()
-            if self.isolated:  # its parent's parent
-                stat = Path(f"/proc/{os.getppid()}/stat").read_text()
-                run = int(stat.rpartition(")")[2].split()[1])
+            stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+            run = int(stat.rpartition(")")[2].split()[1])  # its parent's parent
             os.kill(run, getattr(signal, self.end))
             self.end = None
 

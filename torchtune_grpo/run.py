@@ -38,7 +38,7 @@ from torchtune_grpo.environments.kinds import kind_fault, make_kinds
 from torchtune_grpo.environments.sessions import Kind
 from torchtune_grpo.evaluation.evaluator import Evaluator
 from torchtune_grpo.loss import Loss, make_loss
-from torchtune_grpo.machine import endings, parallel
+from torchtune_grpo.machine import parallel
 from torchtune_grpo.machine.device import (
     choose_threads,
     find_device,
@@ -130,10 +130,7 @@ class Run:
     @cached_property
     def environment_kinds(self) -> dict[str | None, Kind]:
         """The kinds of environments that answer the policy; empty for responses of one turn."""
-        kinds = make_kinds(self.cfg.environment, self.cfg.tools, self._objects)
-        for kind in kinds.values():
-            endings.close_at_end(kind)
-        return kinds
+        return make_kinds(self.cfg.environment, self.cfg.tools, self._objects)
 
     @cached_property
     def environment(self) -> Environment | None:
@@ -520,7 +517,8 @@ class Run:
 
     def close(self, *, leave_ranks: bool = False) -> None:
         """End environments, reward processes, loggers, engine and, if asked, the group of ranks."""
-        endings.close(vars(self).pop("environment_kinds", {}).values())
+        for kind in vars(self).pop("environment_kinds", {}).values():
+            kind.close()
         for part in ("rewards", "recorder"):
             if part in vars(self):
                 getattr(self, part).close()

@@ -37,29 +37,24 @@ def reward(completions, **columns):
             pass
 """
 TESTS = str(Path(__file__).parents[1])
-BOTH = pytest.mark.parametrize("isolation", ["process", "null"])
 pytestmark = pytest.mark.slow
 
 
-def settings(folder, isolation, **arguments):
+def settings(folder, **arguments):
     """The command line, and a folder for what environments note."""
     noted = folder / "noted"
     noted.mkdir()
-    isolated = isolation == "process"
-    keys = {"isolation": isolation, "folder": noted, "isolated": isolated, **arguments}
+    keys = {"folder": noted, **arguments}
     return [*QUICK, *NO_EVALUATION, *(f"environment.{key}={value}" for key, value in keys.items())]
 
 
-def check_closed(folder, isolation):
-    """All environments were closed, and in processes nothing is left of them."""
-    names = set(os.listdir(folder / "noted"))
-    children = [int(name.partition("-")[2]) for name in names if name.startswith("child-")]
-    assert children and {f"closed-{child}" for child in children} <= names
-    if isolation == "process":
-        assert wait_until(lambda: not any(map(is_alive, children)))
-    else:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
+def check_closed(folder):
+    """All environments are closed at once, and nothing is left of them."""
+    noted = folder / "noted"
+    children = [int(path.name.partition("-")[2]) for path in noted.glob("child-*")]
+    closed = [noted / f"closed-{child}" for child in children]
+    assert children and wait_until(lambda: all(map(Path.exists, closed)))
+    assert wait_until(lambda: not any(map(is_alive, children)))
 
 
 def train(folder, *more, **options):
@@ -78,65 +73,57 @@ def send_in_a_step(folder, command, *signals, pause=0.0, place="noted/step"):
         return done.result()
 
 
-@BOTH
-def test_at_a_good_end(isolation, tmp_path):
-    done = train(tmp_path, *settings(tmp_path, isolation))
+def test_at_a_good_end(tmp_path):
+    done = train(tmp_path, *settings(tmp_path))
     assert done.code == 0, done.err
-    check_closed(tmp_path, isolation)
+    check_closed(tmp_path)
 
 
-@BOTH
-def test_after_an_error(isolation, tmp_path):
+def test_after_an_error(tmp_path):
     """Also if a thread is left, for which Python would wait."""
     (tmp_path / "bad.py").write_text(BAD)
     reward = "rewards=[{_component_: bad.reward}]"
-    done = train(tmp_path, *settings(tmp_path, isolation), reward)
+    done = train(tmp_path, *settings(tmp_path), reward)
     assert done.code == 1 and "division by zero" in done.err
-    check_closed(tmp_path, isolation)
+    check_closed(tmp_path)
 
 
-@BOTH
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_after_a_signal_in_a_step(isolation, name, tmp_path):
+def test_after_a_signal_in_a_step(name, tmp_path):
     number = getattr(signal, name)
-    command = settings(tmp_path, isolation, slowness=0.3)
+    command = settings(tmp_path, slowness=0.3)
     done = send_in_a_step(tmp_path, [*command, "num_steps=9"], number)
     assert done.code == 128 + number, done.err
-    check_closed(tmp_path, isolation)
+    check_closed(tmp_path)
 
 
-@BOTH
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_after_a_signal_before_the_first_step(isolation, name, tmp_path):
-    done = train(tmp_path, *settings(tmp_path, isolation, end=name))
+def test_after_a_signal_before_the_first_step(name, tmp_path):
+    done = train(tmp_path, *settings(tmp_path, end=name))
     assert done.code == -getattr(signal, name), done.err
-    check_closed(tmp_path, isolation)
+    check_closed(tmp_path)
 
 
-@BOTH
-def test_after_ctrl_c_twice(isolation, tmp_path):
+def test_after_ctrl_c_twice(tmp_path):
     """The second one ends the run at once, here within a reward that hears of none."""
     (tmp_path / "deaf.py").write_text(DEAF)
-    command = [*settings(tmp_path, isolation), "rewards=[{_component_: deaf.reward}]"]
+    command = [*settings(tmp_path), "rewards=[{_component_: deaf.reward}]"]
     signals = [signal.SIGINT, signal.SIGINT]
     pause = ECHO_SECONDS + 0.3
     done = send_in_a_step(tmp_path, command, *signals, pause=pause, place="reward")
     assert done.code == 128 + signal.SIGINT, done.err
-    check_closed(tmp_path, isolation)
+    check_closed(tmp_path)
 
 
 def test_after_a_kill_that_no_process_can_handle(tmp_path):
-    command = settings(tmp_path, "process", slowness=0.3)
+    command = settings(tmp_path, slowness=0.3)
     done = send_in_a_step(tmp_path, [*command, "num_steps=9"], signal.SIGKILL)
     assert done.code == -signal.SIGKILL
-    noted = tmp_path / "noted"
-    assert wait_until(lambda: len([*noted.glob("closed-*")]) == len([*noted.glob("child-*")]))
-    check_closed(tmp_path, "process")
+    check_closed(tmp_path)
 
 
-@BOTH
-def test_of_a_script_that_closes_nothing(isolation, tmp_path):
-    keys = settings(tmp_path, isolation)
+def test_of_a_script_that_closes_nothing(tmp_path):
+    keys = settings(tmp_path)
     (tmp_path / "script.py").write_text(
         "import sys\n"
         "from torchtune_grpo.config.command_line import load_config\n"
@@ -147,12 +134,11 @@ def test_of_a_script_that_closes_nothing(isolation, tmp_path):
         "recipe.train()\n"
     )
     run(tmp_path / "script.py", *keys, cwd=tmp_path, PYTHONPATH=TESTS)
-    check_closed(tmp_path, isolation)
+    check_closed(tmp_path)
 
 
-@BOTH
-def test_on_each_rank(isolation, tmp_path):
-    command = settings(tmp_path, isolation)
+def test_on_each_rank(tmp_path):
+    command = settings(tmp_path)
     run_ranks("--config", "tiny_arithmetic_grpo", *command, ranks=2, cwd=tmp_path, PYTHONPATH=TESTS)
     assert len([*(tmp_path / "noted").glob("child-*")]) == 8
-    check_closed(tmp_path, isolation)
+    check_closed(tmp_path)

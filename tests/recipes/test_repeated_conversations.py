@@ -32,10 +32,10 @@ ONE, TWO = ("whole", "parts")
     ("ranks", "options"),
     [
         (1, []),
-        (1, ["environment.isolation=null", "rollout.max_rows=7"]),
+        (1, ["rollout.max_rows=7"]),
         (2, ["batch_size=2"]),
     ],
-    ids=["isolated", "few rows in one process", "two ranks"],
+    ids=["one rank", "few rows at once", "two ranks"],
 )
 def test_a_run_and_one_that_is_resumed_are_the_same(ranks, options, tmp_path):
     """In bfloat16, where another shape of a batch rounds so differently that texts differ."""

@@ -1,6 +1,5 @@
 """Conversations with tools and environments, as TRL plays them; and what a bad one costs."""
 
-import asyncio
 import copy
 import pickle
 import threading
@@ -11,6 +10,19 @@ import pytest
 from conversations import END, ScriptedEngine, play
 from hf_tokenizers import write_tokenizer
 from omegaconf import OmegaConf
+from played import (
+    EchoEnv,
+    GuessGym,
+    GuessMapping,
+    GuessObject,
+    GuessTuple,
+    IncrementEnv,
+    Search,
+    WordleEnv,
+    async_add,
+    find,
+    multiply,
+)
 from transformers import AutoTokenizer
 from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -53,102 +65,6 @@ def qwen(tmp_path_factory):
 # --- TRL's own examples, from its documentation, unmodified -----------------------------------
 
 
-def multiply(a: int, b: int) -> int:
-    """
-    Multiplies two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The product of the two integers.
-    """
-    return a * b
-
-
-async def async_add(a: int, b: int) -> int:
-    """
-    Asynchronously adds two integers.
-
-    Args:
-        a: The first integer.
-        b: The second integer.
-
-    Returns:
-        The sum of the two integers.
-    """
-    return a + b
-
-
-class IncrementEnv:
-    def reset(self, **kwargs) -> str | None:
-        self.counter = 0
-        return None
-
-    def increment(self, step: int) -> int:
-        """
-        Increment the internal counter.
-
-        Args:
-            step: Value to add to the counter.
-
-        Returns:
-            The updated counter value.
-        """
-        self.counter += step
-        return self.counter
-
-
-class WordleEnv:
-    def __init__(self):
-        self.reward = 0.0
-        self.done = False
-
-    def reset(self, **kwargs) -> str | None:
-        self.secret = kwargs["secret"]
-        self.reward, self.done = 0.0, False
-        return " Guess the word."
-
-    def guess(self, guess: str) -> str:
-        """
-        Make a guess in the Wordle environment.
-
-        Args:
-            guess: The guessed word, formatted as '[abcde]'
-
-        Returns:
-            The feedback message from the environment.
-        """
-        if self.done:
-            raise ValueError("Game over.")
-        self.done = guess == f"[{self.secret}]"
-        self.reward = float(self.done)
-        return "G G G G G" if self.done else "X X X X X"
-
-
-class EchoEnv:
-    def reset(self, **kwargs):
-        self.reward = 0.0
-
-    async def echo(self, message: str) -> str:
-        """
-        Echo the message back from the environment.
-
-        Args:
-            message: The message to echo
-
-        Returns:
-            The echoed message.
-        """
-        await asyncio.sleep(0)
-        self.reward = len(message) * 0.1
-        return message
-
-    async def get_reward(self) -> float:
-        return self.reward
-
-
 def test_trl_tools(qwen):
     rows, _ = play(
         qwen,
@@ -177,25 +93,6 @@ def test_a_malformed_call_gets_an_error_beside_the_results_of_good_ones(qwen):
     expected = [qwen.encode(text, add_bos=False, add_eos=False) for text in said]
     expected = expected[0] + encode(between[0]) + expected[1] + encode(between[1]) + expected[2]
     assert rows.response_ids == [expected]
-
-
-def find(what: str) -> list:
-    """
-    Finds.
-
-    Args:
-        what: What.
-    """
-    if what == "exit":
-        raise SystemExit(3)
-    return {
-        "rows": [{"title": "A", "text": "x", "year": 1}, {"title": "B", "content": "y"}],
-        "kinds": [{"type": "fruit", "name": "fig"}],
-        "none": [],
-        "parts": [{"type": "text", "text": "a"}, {"type": "text", "text": "\ud800\x00"}],
-        "picture": [{"type": "text", "text": "a"}, {"type": "image", "image": None}],
-        "huge": "<|im_end|>" * 100_000,
-    }[what]
 
 
 def test_results_are_written_as_python_writes_them(qwen):
@@ -337,48 +234,6 @@ def test_tokens_and_masks_are_those_of_trl(name, tmp_path):
 # --- step(text) -------------------------------------------------------------------------------
 
 
-class Guess:
-    """Guess a number: the base of the forms below."""
-
-    def reset(self, secret, **row):
-        self.secret = secret
-
-    def play(self, text):
-        is_right = text == str(self.secret)
-        return ("" if is_right else "higher"), float(is_right), is_right
-
-
-class GuessTuple(Guess):
-    def step(self, text):
-        return self.play(text)
-
-
-class GuessGym(Guess):
-    def reset(self, *, seed=None, options=None):
-        self.secret = 7
-        return " Go.", {}
-
-    def step(self, action):
-        seen, reward, done = self.play(action)
-        return seen, reward, done, False, {}
-
-
-class GuessObject(Guess):
-    async def reset(self, secret, **row):
-        self.secret = secret
-        return SimpleNamespace(observation=None, reward=None, done=False)
-
-    async def step(self, text):
-        seen, reward, done = self.play(text)
-        return SimpleNamespace(observation=seen, reward=reward, done=done)
-
-
-class GuessMapping(Guess):
-    def step(self, text):
-        seen, reward, done = self.play(text)
-        return {"observations": [{"role": "user", "content": seen}], "reward": reward, "done": done}
-
-
 @pytest.mark.parametrize("kind", [GuessTuple, GuessGym, GuessObject, GuessMapping])
 def test_forms_of_step(kind, tmp_path):
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2")))
@@ -425,16 +280,6 @@ def test_other_ranks_get_a_conversation_without_its_environment():
     assert pickle.loads(pickle.dumps(talk)) == replace(talk, environment=None)
 
 
-class Search:
-    def reset(self, **row):
-        pass
-
-    def step(self, text):
-        if text.endswith("</search>"):
-            return f"<information>{text[8:-9]}?</search></information>", 0.0, False
-        return None, float("<answer>" in text), False
-
-
 def test_an_answer_within_the_policys_message(qwen):
     rows, scores = play(
         qwen,
@@ -459,7 +304,7 @@ def test_an_evaluation_has_only_so_many_processes_at_once(tmp_path, monkeypatch)
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2")))
     monkeypatch.setattr(evaluator, "_MOST_SESSIONS", 4)
     game = "environment._component_=torchtune_grpo.environments.examples.GuessNumber"
-    changes = [game, "environment.isolation=process", "rewards=[]", "evaluation.samples=2"]
+    changes = [game, "rewards=[]", "evaluation.samples=2"]
     cfg = read_config(load_config("tiny_arithmetic_grpo", changes))
     kinds = make_kinds(cfg.environment, [])
     rows = [{"prompt": [{"role": "user", "content": "Guess."}], "answer": n} for n in "787"]
@@ -506,31 +351,14 @@ def test_limits_end_a_conversation(qwen):
 # --- Mistakes, before a model is loaded -------------------------------------------------------
 
 
-class OneAtATime:
-    """An environment whose server takes one session."""
-
-    in_use = False
-
-    def reset(self, **row):
-        if OneAtATime.in_use:
-            raise ConnectionError("CAPACITY_REACHED")
-        OneAtATime.in_use = True
-
-    def step(self, text):
-        return "", 0.0, True
-
-    def close(self):
-        OneAtATime.in_use = False
-
-
-def test_a_server_of_one_session_is_refused_at_the_start(qwen):
-    settings = EnvironmentConfig(_component_="my.OneAtATime")
-    kinds = make_kinds(settings, [], {"environment": OneAtATime})
+def test_a_server_of_one_session_is_refused_at_the_start(qwen, tmp_path):
+    settings = EnvironmentConfig(_component_="played.OneAtATime", folder=str(tmp_path))
+    kinds = make_kinds(settings, [])
     encoder = PromptEncoder(qwen)
     environment = Environment(kinds, settings, encoder, ReplyEncoder(qwen, roles=()), None, 100)
     with pytest.raises(ValueError, match="a second session.*CAPACITY_REACHED.*max_concurrent_envs"):
         environment.check_sessions({}, encoder.prompt("Hi"))
-    assert not OneAtATime.in_use
+    assert not [*tmp_path.iterdir()]
 
 
 class NoReset:
@@ -573,7 +401,6 @@ def test_what_an_environment_lacks_is_said(environment, tools, said):
     ("keys", "said"),
     [
         ({"max_trns": 3}, "environment.max_trns=3: unknown key.*mean environment.max_turns"),
-        ({"max_trns": 3, "isolation": "process"}, "environment.max_trns=3: unknown key"),
         ({"_component_": "no.such.Class"}, "environment._component_=no.such.Class: cannot be imp"),
         ({"_component_": "hosted.Bad", "speed": 1}, "environment.speed=1: host"),
         ({"_component_": "hosted.Bad", "max_turn": 1}, "environment.max_turns"),

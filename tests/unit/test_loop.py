@@ -71,45 +71,14 @@ def test_a_task_that_exits_behind_a_call_ends_nothing():
         return "done"
 
     assert loop.run(leave_a_task()) == "done"
-    assert loop.run(identity(), timeout=30) == before
-
-
-def test_a_call_past_its_time_is_cancelled():
-    cancelled = threading.Event()
-
-    async def wait():
-        try:
-            await asyncio.sleep(1000)
-        finally:
-            cancelled.set()
-
-    before = loop.run(identity())
-    with pytest.raises(TimeoutError):
-        loop.run(wait(), timeout=0.05)
-    assert cancelled.wait(30)
     assert loop.run(identity()) == before
-
-
-def test_a_blocked_loop_is_replaced(monkeypatch):
-    monkeypatch.setattr(loop, "_BLOCKED_AFTER", 0.2)
-    over = threading.Event()
-
-    async def block():
-        over.wait()
-
-    before = loop.run(identity())
-    with pytest.raises(TimeoutError):
-        loop.run(block(), timeout=0.1)
-    after = loop.run(identity(), timeout=30)
-    assert after[0] is not before[0]
-    over.set()
 
 
 def test_a_forked_process_has_a_loop_of_its_own():
     loop.run(identity())
     if (child := os.fork()) == 0:
         try:
-            loop.run(identity(), timeout=10)
+            loop.run(identity())
             os._exit(0)
         finally:
             os._exit(1)

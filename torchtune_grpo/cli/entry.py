@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from torchtune_grpo.checkpoint.folder import write_error
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.text import end_on_ctrl_c, errors_in_one_line
-from torchtune_grpo.machine import endings
 
 _PATIENCE = 5.0  # seconds for threads to end after the run
 
@@ -40,7 +39,6 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
             with errors_in_one_line(keep=write_error):
                 code = recipe_main(load_config(args.config, overrides))
         finally:
-            endings.close_all()  # of a run that has failed
             threading.Thread(target=_end, args=(code or 0,), daemon=True).start()
         if code:  # a signal's; Python would wait for threads left behind by rewards it has dropped
             with suppress(OSError):  # the terminal is closed

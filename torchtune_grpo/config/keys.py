@@ -235,10 +235,8 @@ class EnvironmentConfig(Keys):
     """Where an answer of `step` stands: in a message of its own, or in the policy's message, behind
     a stop string."""
     timeout: PositiveFloat = 60.0
-    """Seconds that an environment may take to answer a turn; then that conversation ends."""
-    isolation: Literal["process"] | None = "process"
-    """Where environments and tools run: each in a process that is killed at its time limit, or
-    null = in threads of this one, as do those of a notebook, which no other can import."""
+    """Seconds that an environment may take to answer a turn; then its process is killed, and that
+    conversation ends."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,13 +1,14 @@
 """Adapters: each protocol that users' environments have, as conversations see it.
 
-An adapter lives with its user's object in a host (hosts.py), in this process or in another. It
-knows everything about the protocol, and all that it takes and returns is plain data. What the
-user's code raises becomes a ``UserCodeError``.
+An adapter lives with its user's object in a process of its own (sandbox/remote.py). It knows
+everything about the protocol, and all that it takes and returns is plain data. What the user's code
+raises becomes a ``UserCodeError``.
 """
 
 from __future__ import annotations
 
 import inspect
+import pickle
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -201,20 +202,19 @@ def _messages(seen: Any) -> list[dict[str, Any]]:
 
 
 class Recipe(NamedTuple):
-    """What an adapter is made of; a dotpath stands for a class or function to be imported."""
+    """What an adapter is made of: classes and functions by their dotpaths, or else pickled."""
 
     adapter: type[Adapter]
-    component: str | Callable[..., object] | None  # makes the user's object
+    component: str | bytes | None  # makes the user's object
     arguments: Mapping[str, object]  # of the component
-    functions: Mapping[str, str | Callable[..., object]]  # tools by their names
+    functions: Mapping[str, str | bytes]  # tools by their names
     methods: Sequence[str] = ()  # of the user's object that are tools
 
     @property
-    def dotpaths(self) -> list[str] | None:
-        """What to import; None if a part has no dotpath, so that no other process can."""
-        parts = [part for part in (self.component, *self.functions.values()) if part is not None]
-        paths = [part for part in parts if isinstance(part, str)]
-        return paths if len(paths) == len(parts) else None
+    def dotpaths(self) -> list[str]:
+        """What its process imports."""
+        parts = (self.component, *self.functions.values())
+        return [part for part in parts if isinstance(part, str)]
 
     def make(self, seed: int, wait: Wait) -> Adapter:
         """Make the adapter with a user's object of its own."""
@@ -228,5 +228,7 @@ class Recipe(NamedTuple):
         return self.adapter(environment, tools, wait)
 
 
-def _load(component: str | Callable[..., Any] | None) -> Any:
-    return pkgutil.resolve_name(component) if isinstance(component, str) else component
+def _load(component: str | bytes | None) -> Any:
+    if isinstance(component, bytes):
+        return pickle.loads(component)
+    return None if component is None else pkgutil.resolve_name(component)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
+import dill  # type: ignore[import-untyped]
 from omegaconf import DictConfig
 from transformers.utils.chat_template_utils import get_json_schema
 
@@ -25,9 +25,7 @@ from torchtune_grpo.environments.adapters import (
 )
 from torchtune_grpo.environments.sessions import Kind
 from torchtune_grpo.machine import loop
-from torchtune_grpo.sandbox.remote import ObjectServer
 
-RECIPE = f"{Recipe.__module__}.{Recipe.__name__}"
 _NOT_TOOLS = ("reset", "get_reward", "close")
 
 
@@ -48,18 +46,18 @@ def make_kinds(
     """Make the kinds of environments that a config names; without any, the tools' alone, if any.
 
     ``objects`` are classes and functions that no config can name, by their key. Raises a
-    ConfigError if one lacks what an environment or a tool needs.
+    ConfigError if one lacks what an environment or a tool needs, or cannot be pickled.
     """
     objects = objects or {}
     extend_import_path()
-    functions: dict[str, str | Callable[..., Any]] = {}
+    functions: dict[str, str | bytes] = {}
     schemas = []
     for number, path in enumerate(tools):
         key, given = f"tools[{number}]", objects.get(f"tools.{number}")
         function = given or load_component(key, path)
         if (name := function.__name__) in functions:
-            raise ConfigError(f"{key}={path}: {functions[name]} is called {name}, too; rename one.")
-        functions[name] = given or path
+            raise ConfigError(f"{key}={path}: another tool is called {name}, too; rename one.")
+        functions[name] = path if given is None else _pickled(key, given)
         schemas.append(_schema(key, function))
     kinds: dict[str | None, Kind] = {}
     for name, node in settings.components.items():
@@ -68,22 +66,28 @@ def make_kinds(
     if not kinds and functions:
         recipe = Recipe(ToolAdapter, None, {}, functions)
         kinds[None] = Kind("tools", recipe, schemas, settings.timeout)
-    return {name: _hosted(kind, settings) for name, kind in kinds.items()}
+    return kinds
 
 
-def _hosted(kind: Kind, settings: EnvironmentConfig) -> Kind:
-    """Give a kind a server of processes, if another process can import all that it needs."""
-    paths = kind.recipe.dotpaths
-    if settings.isolation is None or paths is None or sys.platform != "linux":
-        return kind
-    return replace(kind, server=ObjectServer([RECIPE, *paths]))
+def _pickled(key: str, given: object) -> bytes:
+    """Pickle a class or function of a script or a notebook, with what it uses from there."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", dill.PicklingWarning)
+            pickled: bytes = dill.dumps(given, recurse=True)
+        return pickled
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: what it uses cannot be handed to another process ({describe(error)}); write "
+            "it to a file, and import it from there."
+        ) from error
 
 
 def _kind(
     key: str,
     node: Any,
     given: Any,
-    functions: Mapping[str, str | Callable[..., Any]],
+    functions: Mapping[str, str | bytes],
     schemas: Sequence[Mapping[str, Any]],
     settings: EnvironmentConfig,
 ) -> Kind:
@@ -94,13 +98,14 @@ def _kind(
             f"{key}={shortened(repr(node))}: unknown key of environment.{meant} An environment is "
             "a mapping with _component_, the dotpath of a class or function."
         )
-    path, component = node["_component_"], given
+    path, of, arguments = node["_component_"], given, arguments_of(node)
     if given is None:
         beside = EnvironmentConfig.model_fields if key == "environment" else ()
         check_component(key, DictConfig(dict(node)), beside=beside)
-        component = load_component(key, path)
-    arguments = arguments_of(node)
-    of = _class_of(key, path, component, arguments)
+        of = load_component(key, path)
+    component = path if given is None else _pickled(key, given)
+    if not inspect.isclass(of):
+        of = _class_made(key, path, Recipe(Adapter, component, arguments, {}))
     if not callable(getattr(of, "reset", None)):
         raise ConfigError(f"{key}._component_={path}: has no method reset(**row); add one.")
     methods = _tool_methods(of)
@@ -111,8 +116,7 @@ def _kind(
         raise ConfigError(f"{key}._component_={path}: has neither step(text) nor a public method.")
     if twice := [name for name in methods if name in functions]:
         raise ConfigError(
-            f"tools: {functions[twice[0]]} and a method of {path} are both called {twice[0]}; "
-            "rename one."
+            f"tools: a function and a method of {path} are both called {twice[0]}; rename one."
         )
     adapter: type[Adapter] = ToolAdapter
     if takes_text:
@@ -120,19 +124,16 @@ def _kind(
     own = [_schema(f"{key}._component_={path}.{name}", getattr(of, name), True) for name in methods]
     return Kind(
         of.__name__,
-        Recipe(adapter, given or path, arguments, functions, methods),
+        Recipe(adapter, component, arguments, functions, methods),
         [*schemas, *own],
         settings.timeout,
         has_reward=callable(getattr(of, "get_reward", None)),
     )
 
 
-def _class_of(key: str, path: str, component: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return a component, or if it is a function the class of what it makes."""
-    if inspect.isclass(component):
-        return component
+def _class_made(key: str, path: str, recipe: Recipe) -> Any:
+    """Return the class of what a function makes."""
     try:
-        recipe = Recipe(Adapter, component, arguments, {})
         adapter = recipe.make(0, lambda made: loop.run(made) if inspect.isawaitable(made) else made)
     except Exception as error:
         raise ConfigError(f"{key}: could not construct {path}: {error}") from error

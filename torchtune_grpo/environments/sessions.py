@@ -1,36 +1,34 @@
-"""Sessions: a host with an environment for each conversation, whose methods may be waited for."""
+"""Sessions: a process with an environment for each conversation."""
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from torchtune_grpo.environments.adapters import Recipe, Reply, Turn
-from torchtune_grpo.environments.hosts import ThreadHost
-from torchtune_grpo.machine import endings
 from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.sandbox.remote import ObjectServer, RemoteObject
-
-Host = RemoteObject | ThreadHost
 
 
 @dataclass
 class Kind:
-    """A kind of environment: what the policy may do, and the sessions with it.
-
-    ``server`` forks the processes in which its sessions live; None: they live in threads.
-    """
+    """A kind of environment: what the policy may do, and the sessions with it."""
 
     name: str
     recipe: Recipe
     schemas: Sequence[Mapping[str, object]]  # of all tools
     timeout: float
     has_reward: bool = False  # get_reward
-    server: ObjectServer | None = None
     idle: list[Session] = field(default_factory=list, init=False)
     _open: list[Session] = field(default_factory=list, init=False)
     _num_made: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        recipe = f"{Recipe.__module__}.{Recipe.__name__}"
+        self._server = ObjectServer([recipe, *self.recipe.dotpaths])
+        atexit.register(self.close)
 
     @property
     def adds_rewards(self) -> bool:
@@ -43,33 +41,21 @@ class Kind:
             return self.idle.pop()
         self._num_made += 1
         seed = self._num_made * world_size() + rank()  # of what its constructor draws
-        host: Host = ThreadHost(self.recipe, seed=seed, timeout=self.timeout)
-        if self.server is not None:
-            host = RemoteObject(self.server, self.recipe.make, seed, timeout=self.timeout)
+        host = RemoteObject(self._server, self.recipe.make, seed, timeout=self.timeout)
         self._open.append(Session(self, host))
         return self._open[-1]
 
     def drop(self, session: Session) -> None:
         """Close a session that cannot be used again, and do not wait for it."""
-        session.host.begin_close()
+        session.host.close()
         self._open[:] = [each for each in self._open if not each.host.is_over]
 
     def close(self) -> None:
-        """Close all sessions, and wait a few seconds for them."""
-        endings.close([self])
-
-    def begin_close(self) -> None:
-        """Close all sessions, those in use, too."""
+        """Close all sessions, those in use, too, and wait a few seconds for them."""
+        atexit.unregister(self.close)
         for session in self._open:
-            session.host.begin_close()
-        if self.server is not None:
-            self.server.begin_close()
-
-    def wait_closed(self, until: float) -> None:
-        for session in self._open:
-            session.host.wait_closed(until)
-        if self.server is not None:
-            self.server.wait_closed()
+            session.host.close()
+        self._server.close()
         self._open.clear()
         self.idle.clear()
 
@@ -81,14 +67,12 @@ class Session:
     which the session cannot be used again.
     """
 
-    def __init__(self, kind: Kind, host: Host) -> None:
+    def __init__(self, kind: Kind, host: RemoteObject) -> None:
         self.kind, self.host = kind, host
 
     @property
     def environment(self) -> object:
-        """What rewards get: the user's object or, from another process, what stands in for it."""
-        if isinstance(self.host, ThreadHost):
-            return self.host.environment
+        """What stands in for the user's object in rewards."""
         return None if self.kind.recipe.component is None else StandIn(self.host)
 
     def reset(self, row: Mapping[str, object], seed: int) -> str | None:
@@ -134,6 +118,6 @@ def _plain(name: str, kind: str, value: object) -> object:
     if kind == "not plain":
         raise TypeError(
             f"environments: {name} is a {value}, which cannot leave the environment's process; "
-            "return plain data, or set environment.isolation=null."
+            "return plain data."
         )
     return value

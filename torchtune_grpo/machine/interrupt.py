@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
-from torchtune_grpo.machine import endings
 from torchtune_grpo.machine.parallel import gather_over_ranks, rank
 
 T = TypeVar("T")
@@ -123,7 +122,6 @@ class Interrupts:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    endings.close_all()
     os._exit(128 + number)
 
 

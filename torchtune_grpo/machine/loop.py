@@ -1,8 +1,7 @@
-"""The one asyncio loop of a process, for all awaitables of rewards, environments and tools.
+"""The one asyncio loop of a process, for all awaitables of rewards.
 
 It runs in a thread of its own until the process ends, so that connections, locks and semaphores of
-one call still work in the next. Whatever a call raises, ``SystemExit`` included, is its caller's. A
-loop that a call blocks is replaced.
+one call still work in the next. Whatever a call raises, ``SystemExit`` included, is its caller's.
 """
 
 from __future__ import annotations
@@ -16,26 +15,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_BLOCKED_AFTER = 5.0  # seconds in which a loop does nothing, though a call's time is over
-
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
 
 
-def run(awaitable: Awaitable[T], timeout: float | None = None) -> T:
-    """Wait for what an awaitable returns or raises.
-
-    After ``timeout`` seconds, or on Ctrl-C, it is cancelled; the former raises a TimeoutError.
-    """
-    loop = _running_loop()
-    future = asyncio.run_coroutine_threadsafe(_outcome(awaitable), loop)
-    try:
-        value, error = future.result(timeout)
-    except BaseException:
-        future.cancel()
-        _replace_if_blocked(loop)
-        raise
+def run(awaitable: Awaitable[T]) -> T:
+    """Wait for what an awaitable returns or raises."""
+    value, error = asyncio.run_coroutine_threadsafe(_outcome(awaitable), _running_loop()).result()
     if error is not None:
         raise error
     return value
@@ -65,17 +52,6 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         with suppress(BaseException):  # a task that a call left behind has raised SystemExit
             loop.run_forever()
-
-
-def _replace_if_blocked(loop: asyncio.AbstractEventLoop) -> None:
-    """Let later calls have a new loop if this one does not get to run a callback."""
-    global _loop
-    is_alive = threading.Event()
-    loop.call_soon_threadsafe(is_alive.set)
-    if not is_alive.wait(_BLOCKED_AFTER):
-        with _lock:
-            if _loop is loop:
-                _loop = None
 
 
 def in_thread(function: Callable[..., T], *args: Any) -> Future[T]:

@@ -166,5 +166,5 @@ class FunctionWorker:
     def close(self) -> None:
         """End the process and all that it started; the next call starts a new one."""
         self.kill()
-        self._server.wait_closed()
+        self._server.close()
         self._remote = None

@@ -56,13 +56,8 @@ class ObjectServer:
             server = ServerProcess("objects", setup={**setup, "imports_once": False})
         return server
 
-    def begin_close(self) -> None:
-        """Let all objects that are left close themselves, and end those that take too long."""
-        if self._server is not None:
-            self._server.kill()
-
-    def wait_closed(self) -> None:
-        """Wait until all objects have ended."""
+    def close(self) -> None:
+        """Let all objects that are left close themselves; those that take too long are ended."""
         if self._server is not None:
             self._server.close()
         self._server = None
@@ -143,17 +138,12 @@ class RemoteObject:
         """End the process with all that it started; another thread may be waiting for a call."""
         if self._server is not None and self._pid and not self.is_over:  # then it closes itself
             self._server.end(self._pid)
-        self.begin_close()
-        self.wait_closed(0.0)
+        self.close()
 
-    def begin_close(self) -> None:
-        """Let the object close itself, and return at once."""
+    def close(self) -> None:
+        """Let the object close itself; its server waits for its end."""
         self.is_over = True
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # another thread may be waiting for it
-
-    def wait_closed(self, until: float) -> None:
-        """Let go of the process; its server waits for its end."""
-        if self._socket is not None:
             self._socket.close()
