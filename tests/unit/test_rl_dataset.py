@@ -221,6 +221,13 @@ def test_rows_of_sharegpt_are_messages_and_end_before_the_reply(llama3_tokenizer
     assert "message 0 has role='bird': give one of system, user, assistant, tool (row 3)" in said
 
 
+def test_a_developer_is_the_system_and_parts_of_text_are_one_text(llama3_tokenizer):
+    parts = [{"type": "text", "text": text} for text in ("1+", "1?")]
+    rows = [{"prompt": chat(("developer", "Be brief."), ("user", parts))}]
+    (item,) = make(llama3_tokenizer, rows)
+    assert item["prompt"].messages == chat(("system", "Be brief."), ("user", "1+1?"))
+
+
 def test_columns_with_names_of_reward_arguments_are_refused(llama3_tokenizer):
     rows = [{"prompt": "1+1?", "completions": "x"}]
     with pytest.raises(ValueError, match="completions.*columns={other_name: completions}"):
@@ -243,6 +250,7 @@ BAD_ROWS = [
     ({"prompt": ["1+1?"]}, "message 0 has role=None: give one of system, user, assistant, tool"),
     ({"prompt": chat(("bot", "1+1?"))}, "message 0 has role='bot': give one of"),
     ({"prompt": chat(("user", [{"type": "text"}]))}, "the content of message 0 is not text: [{"),
+    ({"prompt": chat(("user", [{"type": "image"}]))}, "the content of message 0 is not text: [{"),
 ]
 
 

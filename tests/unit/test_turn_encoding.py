@@ -16,7 +16,7 @@ from trl.chat_template_utils import (
 )
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from torchtune_grpo.environments.calls import find_parser, read_turn
+from torchtune_grpo.environments.calls import MALFORMED, find_parser, read_turn
 from torchtune_grpo.environments.replies import ReplyEncoder
 from torchtune_grpo.models import hf_tokenizer
 
@@ -223,6 +223,24 @@ def test_gemma_writes_arguments_without_quotes(tmp_path):
     assert read_turn(text.removesuffix("<|tool_response>"), parse, []) == turn
 
 
+def test_calls_in_python_are_read_as_lfm_writes_them(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))
+    tokenizer.chat_template = (TEMPLATES / "lfm2_v2.jinja").read_text()
+    given = [{"city": "Rio's\n[b(a=1)]", "days": 3, "deep": {"x": [True, None, "b"]}}, {}]
+    calls = [{"type": "function", "function": {"name": "at", "arguments": of}} for of in given]
+    turn = {"role": "assistant", "content": "So", "tool_calls": calls}
+
+    def render(turns):
+        return tokenizer.apply_chat_template(turns, tokenize=False)
+
+    parse = find_parser(render)
+    text = render([{"role": "user", "content": "q"}, turn]).rpartition("assistant\n")[2]
+    assert read_turn(text.removesuffix("<|im_end|>\n"), parse, []) == turn
+    for bad in ("at(1)", "[at(1)]", "[at(a=b)]", "[at(**{})]", "at", "[at(a=1)", "[" * 9999):
+        (call,) = read_turn(f"<|tool_call_start|>{bad}<|tool_call_end|>", parse, [])["tool_calls"]
+        assert call["error"] == MALFORMED and call["function"]["arguments"] == bad
+
+
 @pytest.mark.parametrize("template", ["qwen3_6", "nemotron_3_nano", "glm4moe"])
 def test_calls_with_tags_are_read_as_the_template_writes_them(template, tmp_path):
     """Of several calls in a turn; texts keep their lines, and other values get their types."""
@@ -251,9 +269,7 @@ def test_calls_with_tags_are_read_as_the_template_writes_them(template, tmp_path
     }
 
 
-@pytest.mark.parametrize(
-    ("template", "form"), [("lfm2_v2", "LFM2's"), ("gptoss", "harmony"), ("phi3", "writes no tool")]
-)
+@pytest.mark.parametrize(("template", "form"), [("gptoss", "harmony"), ("phi3", "writes no tool")])
 def test_other_forms_of_calls_are_refused_by_name(template, form, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()

@@ -58,18 +58,32 @@ def check_text(value: object, name: str) -> str:
 
 
 def check_messages(value: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a conversation that a model can continue, without the keys that are null."""
+    """Return a conversation that a model can continue, without the keys that are null.
+
+    A developer is the system; a content's parts are joined if all are text.
+    """
+    messages = list[dict[str, Any]]()
     for number, turn in enumerate(value):
         role = turn.get("role") if isinstance(turn, Mapping) else None
+        role = "system" if role == "developer" else role
         if role not in ROLES:
             given = shortened(repr(role))
             raise BadRow(f"message {number} has role={given}: give one of {', '.join(ROLES)}")
-        content = turn.get("content")
+        content = _joined(turn.get("content"))
         if content or not turn.get("tool_calls"):  # a call needs no words
             check_text(content, f"the content of message {number}")
-    if not value or value[-1]["role"] in ("assistant", "system"):
+        messages.append(_without_nulls(turn) | {"role": role, "content": content})
+    if not messages or messages[-1]["role"] in ("assistant", "system"):
         raise BadRow("the last message is not the user's or a tool's")
-    return [_without_nulls(turn) | {"content": turn.get("content")} for turn in value]
+    return messages
+
+
+def _joined(content: object) -> object:
+    """Return the text of a content that is a list of text parts; others as they are."""
+    parts = content if isinstance(content, list) else []
+    of_text = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts = [part["text"] for part in of_text if isinstance(part.get("text"), str)]
+    return "".join(texts) if texts and len(texts) == len(parts) else content
 
 
 def _without_nulls(value: Any) -> Any:

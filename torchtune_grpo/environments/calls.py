@@ -5,6 +5,7 @@ Arguments get the types of their tool's JSON schema: models often write 7 as a t
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -29,11 +30,12 @@ _LLAMA = re.compile(
     r""""name"\s*:\s*"(?P<name>[^"]*)"\s*,\s*"(?P<key>parameters|arguments)"\s*:)"""
 )
 _GEMMA = re.compile(r"<\|tool_call>call:(\w+)(.*?)<tool_call\|>\s*", re.DOTALL)
+_LFM = re.compile(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>\s*", re.DOTALL)
+_JSON = {"true": True, "false": False, "null": None}
 _GEMMA_QUOTE = '<|"|>'
 # What only the templates with another form of calls hold.
 _OTHERS = {
     "[TOOL_CALLS]": "Mistral's",
-    "<|tool_call_start|>": "LFM2's",
     "<|channel|>": "harmony (gpt-oss)",
     "tool▁call": "DeepSeek's",
     "<|START_ACTION|>": "Cohere's",
@@ -89,6 +91,33 @@ def _gemma(text: str, names: Container[str]) -> tuple[str, list[object]]:
     return content, [{"name": name, "arguments": arguments(given)} for name, given in calls]
 
 
+def _lfm(text: str, names: Container[str]) -> tuple[str, list[object]]:
+    """``<|tool_call_start|>[name(key='text', n=3)]<|tool_call_end|>``, as LFM 2 writes it."""
+    content, lists = _cut_out(_LFM, text, "<|tool_call_end|>")
+    return content, [call for written in lists for call in _python_calls(written)]
+
+
+class _Json(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON[node.id]) if node.id in _JSON else node
+
+
+def _python_calls(written: str) -> list[object]:
+    """Read a list of calls in Python, with JSON within them; if it is none, return its text."""
+    try:
+        whole: Any = ast.parse(written.strip(), mode="eval").body
+        return [_python_call(call) for call in whole.elts]
+    except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return [written]
+
+
+def _python_call(call: ast.Call) -> dict[str, object]:
+    given = {each.arg: ast.literal_eval(_Json().visit(each.value)) for each in call.keywords}
+    if call.args or None in given:
+        raise ValueError("an argument has no name")
+    return {"name": ast.unparse(call.func), "arguments": given}
+
+
 def _cut_out(pattern: re.Pattern[str], text: str, end: str) -> tuple[str, list[Any]]:
     """Return a text without the calls that end in ``end``, and what a pattern finds in each."""
     closed, end, rest = text.rpartition(end)  # searching the rest would take a square of its length
@@ -129,7 +158,7 @@ _xml = _tags(
 )
 # ``name<arg_key>key</arg_key><arg_value>value</arg_value>``, as GLM 4.5 writes it
 _glm = _tags(r"([^\s<{]+)", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", "<arg_key>")
-PARSERS: Sequence[Parser] = (_hermes, _llama, _gemma, _xml, _glm)
+PARSERS: Sequence[Parser] = (_hermes, _llama, _gemma, _lfm, _xml, _glm)
 
 
 def read_turn(text: str, parse: Parser, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

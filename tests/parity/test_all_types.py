@@ -1,0 +1,150 @@
+"""Every causal type of transformers: trained exactly, or refused in one line.
+
+    python tests/parity/test_all_types.py [TYPE ...]
+
+Each is made as a small random model, whose folder is read as a run reads it. Samples in a batch of
+mixed lengths are compared with each row's own log-probs. The command prints one JSON line for each
+type, and ends with 1 if one differs from what is written here; all take some minutes. The test
+takes one of each sort.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Mapping
+from inspect import signature
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hf_models import BY_TRANSFORMERS, MODELS, SHAPE
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.models import HFCheckpointer, hf_model
+from torchtune_grpo.models.kinds import kind_of
+from torchtune_grpo.rollout.engine import make_engine
+from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
+from torchtune_grpo.rollout.sampling import row_keys
+
+# Values that make a model small, and the keys that get them where a config has them
+SIZES = {
+    300: "vocab_size vocab_size_per_layer_input",
+    256: "max_position_embeddings n_positions",
+    64: "hidden_size d_model n_embd word_embed_proj_dim embedding_size emb_dim dim_model lru_width "
+    "mamba_d_ssm",
+    96: "intermediate_size ffn_dim decoder_ffn_dim d_inner dim_ff n_inner",
+    2: "num_hidden_layers num_layers n_layer n_layers decoder_layers num_decoder_layers "
+    "num_key_value_heads num_experts_per_tok moe_k linear_num_key_heads mamba_expand index_n_heads "
+    "eos_token_id",
+    4: "num_attention_heads n_head n_heads decoder_attention_heads num_decoder_attention_heads "
+    "num_heads num_experts num_local_experts n_routed_experts moe_num_experts index_topk "
+    "linear_num_value_heads mamba_n_heads",
+    16: "head_dim dim_head linear_key_head_dim linear_value_head_dim mamba_d_head mamba_d_state "
+    "mamba_head_dim ssm_state_size state_size qk_nope_head_dim v_head_dim index_head_dim",
+    8: "sliding_window attention_window_size chunk_size mamba_chunk_size mamba_num_heads "
+    "qk_rope_head_dim time_step_rank rotary_dim hidden_size_per_layer_input",
+    32: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+    "q_lora_rank kv_lora_rank",
+    1: "bos_token_id decoder_start_token_id mamba_n_groups n_groups n_group topk_group "
+    "first_k_dense_replace is_decoder",
+    0: "pad_token_id num_kv_shared_layers num_nextn_predict_layers",
+}
+SMALL = {key: value for value, keys in SIZES.items() for key in keys.split()}
+KNOWN = {kind: SHAPE | settings for kind, settings in (MODELS | BY_TRANSFORMERS).values()}
+LARGEST = 60e6  # parameters
+EXPECTED: dict[str, str] = {}
+SAMPLE: list[str] = []
+
+
+def small_config(kind):
+    """Make a type's config with the sizes above, and each kind of its layers."""
+    known = CONFIG_MAPPING[kind]
+    if kind in KNOWN:
+        return known(**KNOWN[kind])
+    default = known().to_dict()
+
+    def sizes(of, keys):
+        return {key: SMALL[key] for key in SMALL if key in keys or key in signature(of).parameters}
+
+    given = sizes(known, default)
+    if "kv_lora_rank" in given and "num_key_value_heads" in given:
+        given["num_key_value_heads"] = 4
+        given.pop("head_dim", None)
+    if isinstance(text := default.get("text_config"), Mapping):
+        of = text["model_type"]
+        given["text_config"] = {"model_type": of} | sizes(CONFIG_MAPPING[of], text)
+    if isinstance(kinds := default.get("layer_types"), list):
+        once = list(dict.fromkeys(kinds))
+        given["layer_types"] = once * (2 if len(once) == 1 else 1)
+        depth = dict.fromkeys(("num_hidden_layers", "num_layers"), len(given["layer_types"]))
+        given |= {key: depth[key] for key in depth if key in given}
+    return known(**given)
+
+
+@torch.no_grad()
+def outcome(kind):
+    """Return how a type is trained, or in which way and words it is refused."""
+    with TemporaryDirectory() as folder:
+        try:
+            config = small_config(kind)
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            if sum(parameter.numel() for parameter in empty.parameters()) > LARGEST:
+                return "not made: too large"
+            torch.manual_seed(0)
+            theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for parameter in theirs.parameters():
+                if parameter.dim() > 1:
+                    noise = torch.randn(parameter.shape)
+                    parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            theirs.save_pretrained(folder)
+        except Exception as error:
+            return f"not made: {type(error).__name__}"
+        try:
+            return trained(folder)
+        except ValueError as error:
+            assert "\n" not in str(error), error
+            return f"refused: {error}".replace(folder, "")
+
+
+def trained(folder):
+    model = hf_model(folder)
+    kind = kind_of(model)
+    model.load_state_dict(kind.read(HFCheckpointer(folder, ""), {}))
+    kind.check_loaded()
+    engine = make_engine(EngineContext(model.eval(), RolloutConfig(), torch.device("cpu")))
+    prompts = [[*range(5, 16)], [5, 6], [7, 1, 9]]
+    request = RolloutRequest(
+        prompts=prompts,
+        group_size=2,
+        params=SamplingParams(max_generated_tokens=8),
+        stop_tokens=(),
+        keys=row_keys(seed=0, step=0, prompt_indices=range(3), group_size=2),
+    )
+    samples, gap = engine.generate(request), 0.0
+    for number, response in enumerate(samples.responses):
+        row = torch.tensor([[*prompts[number // 2], *response.tolist()]])
+        own = model(row)[0, -9:-1].log_softmax(dim=-1).gather(1, response[:, None])[:, 0]
+        gap = max(gap, (own - samples.sampler_logprobs[number]).abs().max().item())
+    engine.check_step({"sampling/sampling_logp_difference/max": gap})
+    assert gap < 1e-3, gap
+    return kind.modules
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_type_is_trained_or_refused_in_one_line(kind):
+    assert outcome(kind).startswith(EXPECTED.get(kind, "transformers"))
+
+
+if __name__ == "__main__":
+    differing = 0
+    for each in sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        found = outcome(each)
+        differs = not found.startswith(EXPECTED.get(each, "transformers"))
+        print(json.dumps({"type": each, "outcome": found, "differs": differs}), flush=True)
+        differing |= differs
+    sys.exit(differing)
