@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.models.qwen2 import lora_qwen2
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 from transformers import (
     AutoConfig,
@@ -213,7 +214,13 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
         assert len([*folder.glob("model-*-of-*.safetensors")]) > 1
 
     tokens = TOKENS % model.tok_embeddings.num_embeddings
-    expected = model(tokens)
+    expected, restored = model(tokens), build(base)
+    standardize(restored)
+    restored.load_state_dict(checkpoints.base_weights(), strict=False)
+    if adapters := get_adapter_params(restored):
+        set_trainable_params(restored, adapters)
+    checkpoints.restore(restored, folder)
+    assert torch.equal(restored(tokens), expected)
     merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(load(folder)(tokens), expected, atol=1e-4, rtol=1e-4)

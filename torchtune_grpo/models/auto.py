@@ -112,8 +112,8 @@ class TransformersModel(nn.Module):
     @property
     def _decoder(self) -> Any:
         """What makes hidden states; the rest of ``hf`` makes logits of them."""
-        found = self.hf.get_decoder()
-        return getattr(self.hf, "model", found) if found is self.hf else found
+        found, others = self.hf.get_decoder(), (self.hf, self.hf.get_output_embeddings())
+        return getattr(self.hf, "model", found) if any(found is each for each in others) else found
 
     @property
     def tok_embeddings(self) -> nn.Embedding:

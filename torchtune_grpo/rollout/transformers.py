@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.machine.parallel import gathered
 from torchtune_grpo.machine.segments import fill_parts
 from torchtune_grpo.rollout.batch import Transcript
@@ -113,7 +114,15 @@ class TransformersEngine(RolloutEngine):
             logits_processor=[draw],
             stopping_criteria=[is_over],
         )
-        self._model(generate)
+        try:
+            self._model(generate)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any type: so many models
+            raise ValueError(
+                f"model: transformers' generate cannot sample {self._model.hf.config.model_type}: "
+                f"{shortened(describe(error), 300)}."
+            ) from error
 
 
 class _Turn:
