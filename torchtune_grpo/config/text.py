@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import math
@@ -174,17 +175,27 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
     """Write a file beside it, then rename: nobody reads half of one, even after a kill."""
     beside = file.with_name(f".{file.name}.new")
     try:
-        with beside.open("wb") as opened:
-            yield opened
-            opened.flush()
-            os.fsync(opened.fileno())
-        beside.replace(file)
-    except OSError as error:
-        remedy = "Free some space, check permissions, or choose another place."
-        raise ValueError(f"{file}: could not be written: {error.strerror}. {remedy}") from error
+        with naming(file):
+            with beside.open("wb") as opened:
+                yield opened
+                opened.flush()
+                os.fsync(opened.fileno())
+            beside.replace(file)
     finally:
         with suppress(OSError):
             beside.unlink()
+
+
+@contextmanager
+def naming(file: Path | str) -> Iterator[None]:
+    """Raise a ValueError that names the file if it cannot be written in the block."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        remedy = "Free some space, check permissions, or choose another place."
+        raise ValueError(f"{file}: could not be written: {error.strerror}. {remedy}") from error
 
 
 def to_json(value: Any, _above: tuple[int, ...] = ()) -> Any:
@@ -261,6 +272,14 @@ def problems_in(error: BaseException) -> list[str]:
     return [" ".join(visible(problem).split()) for problem in problems]
 
 
+def _end_output() -> None:
+    """Write what was printed; drop it if that fails, or Python would fail at the end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextmanager
 def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) -> Iterator[None]:
     """End the process with exit code 1 where the block fails; the last line is ``Error: ...``.
@@ -272,11 +291,17 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
     """
     try:
         yield
-    except BrokenPipeError:  # `| head` has read enough; nor can Python's own flush write more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with naming("standard output"):
+            sys.stdout.flush()  # Python's own flush, at the end, would only mumble
+    except BrokenPipeError:  # `| head` has read enough
+        _end_output()
         sys.exit(1)
     except Exception as error:
         trace = traceback.format_exc()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            where = error.filename or "standard output"  # a file's writer names the file
+            error = ValueError(f"{where}: could not be written: {error.strerror}.")
+        _end_output()
         file = keep(trace)
         rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
         is_reported = isinstance(error, ConfigError) and local_rank != "0"

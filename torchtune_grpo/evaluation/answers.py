@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_grpo.config.text import to_json, write_text
+from torchtune_grpo.config.text import naming, to_json, write_text
 from torchtune_grpo.data.dataset import Item
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank
 
@@ -68,7 +68,7 @@ class KeptAnswers:
         ]
 
         def write() -> None:
-            with self._path.open("a") as file:
+            with naming(self._path), self._path.open("a") as file:
                 file.writelines(f"{line}\n" for line in lines)
 
         on_first_rank(write)

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from torchtune_grpo.config.text import naming
+
 _log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
 _LOCK_FILE = ".lock"
 # The system frees a lock when its process ends, however it ends.
@@ -48,7 +50,8 @@ def claim(folder: Path) -> None:
     except OSError as error:
         _log.warning(f"output_dir={folder}: cannot be locked against a second run: {error}")
     file.truncate(0)
-    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    with naming(folder / _LOCK_FILE):
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     _claimed[folder] = file, os.fstat(file.fileno())
 
 

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from torchtune_grpo.config.text import replacing, to_json
+from torchtune_grpo.config.text import naming, replacing, to_json
 from torchtune_grpo.machine import lock
 
 log = logging.getLogger("torchtune.utils._logging")  # torchtune's, by name
@@ -221,5 +221,5 @@ def _encoded(records: Sequence[Record]) -> bytes:
 
 
 def _append(path: Path, lines: bytes) -> None:
-    with lock.writing(path.parent), path.open("ab") as file:
+    with lock.writing(path.parent), naming(path), path.open("ab") as file:
         file.write(lines)
