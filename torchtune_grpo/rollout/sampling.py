@@ -13,6 +13,9 @@ from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.rollout.graphs import Buffers
 
 _BLOCK = 128  # vocabulary entries summed at once; only one block per row is searched entry by entry
+# Logits sampled from at once on a CPU. Larger tensors are mapped and zeroed anew for each token,
+# which for 64 rows of 152k costs several times as much as the sampling.
+_PART = 2**19
 
 
 # The keys that change softmax(logits / temperature), each with the value that does not
@@ -138,14 +141,26 @@ class Sampler:
         log-probs [N], under the distribution that the tokens were drawn from, with penalties and
         filters (0 when greedy). Both are float32.
         """
+        rows = max(1, _PART // logits.shape[-1])
+        if logits.device.type != "cpu" or len(logits) <= rows:
+            return self._sample(logits, uniforms=uniforms, counts=counts, seen=seen)
+        parts = []
+        for first in range(0, len(logits), rows):
+            at = slice(first, first + rows)
+            of_part = None if counts is None else counts[at], None if seen is None else seen[at]
+            parts.append(self._sample(logits[at], uniforms[at], *of_part))
+        tokens, sampler_logprobs, behaviour_logprobs = map(torch.cat, zip(*parts, strict=True))
+        return tokens, sampler_logprobs, behaviour_logprobs
+
+    def _sample(
+        self, logits: Tensor, uniforms: Tensor, counts: Tensor | None, seen: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what ``__call__`` does for all rows at once."""
         params = self._params
         plain = logits.float()
         if params.temperature not in (0, 1):
             plain = plain / params.temperature
-        drawn_from = plain
-        if self._vocab_size is not None and self._vocab_size < plain.shape[-1]:
-            drawn_from = plain[:, : self._vocab_size]
-            seen = None if seen is None else seen[:, : self._vocab_size]
+        drawn_from = known = plain[:, : self._vocab_size]
         if params.changes_logits:
             assert counts is not None
             drawn_from = self._adjust(drawn_from, seen=seen, counts=counts)
@@ -156,10 +171,16 @@ class Sampler:
             drawn_from = filter_logits(
                 drawn_from, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
             )
+            if drawn_from is known:  # only ids beyond the tokenizer's are never drawn
+                probs = plain.softmax(dim=-1)
+                beyond = probs[:, known.shape[-1] :]
+                mass = beyond.sum(dim=-1)
+                beyond.zero_()
+                tokens, logprobs = sample_inverse_cdf(probs, uniforms)
+                tokens.clamp_(max=known.shape[-1] - 1)  # with NaN it may be any
+                return tokens, (logprobs + (-mass).log1p()).float(), logprobs.float()
             tokens, logprobs = sample_inverse_cdf(drawn_from.softmax(dim=-1), uniforms)
             behaviour_logprobs = logprobs.float()
-            if drawn_from is plain:
-                return tokens, behaviour_logprobs, behaviour_logprobs
         sampler_logprobs = plain.gather(-1, tokens[:, None])[:, 0] - plain.logsumexp(dim=-1)
         return tokens, sampler_logprobs, behaviour_logprobs
 
@@ -170,7 +191,7 @@ class Sampler:
             assert seen is not None, "the engines keep track of it where it is needed"
             penalty = params.repetition_penalty
             penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(seen, penalized, logits)
+            logits = torch.where(seen[:, : logits.shape[-1]], penalized, logits)
         if params.suppressed_tokens:
             logits = logits.index_fill(-1, self._suppressed, -torch.inf)
         if params.min_new_tokens and len(self._stops):
