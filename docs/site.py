@@ -1,5 +1,6 @@
 """Pages that `mkdocs build` adds to those in docs/: the repository's own, and generated ones."""
 
+import json
 import os
 import re
 import tomllib
@@ -24,9 +25,11 @@ PAGES = {  # file of the repository -> page of the site
     "benchmarks/RESULTS.md": "measurements.md",
     "docs/metrics.toml": "metrics.md",
     "docs/findings.toml": "findings.md",
+    "docs/first_run.ipynb": "first_run.md",
     "recipes/configs": "configs.md",
     "recipes/configs/algorithms": "configs.md",
 }
+NOTEBOOK = DOCS / "first_run.ipynb"
 CLASSES = {  # what a config or a script of one's own names
     "From Python": ["api.GRPO"],
     "Data": [
@@ -138,6 +141,7 @@ def generated() -> dict[str, str]:
         "configs.md": configs(),
         "metrics.md": metrics(),
         "findings.md": findings(),
+        "first_run.md": notebook(),
         "api.md": api(),
     }
 
@@ -170,6 +174,17 @@ def findings() -> str:
         lasts = f"{steps} step{'s' * (steps > 1)}" + (f", {groups} groups" if groups else "")
         rows.append(f"| `{name}` | {signs} | {lasts} | {change} |")
     return "\n".join([FINDINGS, *rows])
+
+
+def notebook() -> str:
+    """Return the notebook as a page, without what its cells print."""
+    texts = []
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        text = "".join(cell["source"])
+        texts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    first, *others = texts
+    link = f"[This page as a notebook]({NOTEBOOK.name})"
+    return "\n\n".join([first, link, *others])
 
 
 def api() -> str:

@@ -37,28 +37,27 @@ def print_versions() -> None:
         print(f"CUDA {torch.version.cuda}, {gpu}")
 
 
-def _run_command(name: str) -> None:
-    if name in COMMANDS:
-        sys.argv[:2] = [f"torchtune-grpo {name}"]
-        module, _, function = COMMANDS[name][0].partition(":")
-        getattr(importlib.import_module(f"torchtune_grpo.{module}"), function)()
-    elif name == "--version":
-        print_versions()
-    else:
-        lines = (f"  {command:10}{doc}" for command, (_, doc) in COMMANDS.items())
-        print("usage: torchtune-grpo COMMAND ...", "", *lines, sep="\n")
-        print(f"  {'train':10}train a config on one device, with key=value after its name")
-        print("  ls, cp, cat, run, validate: as `tune` does\n  --version: what a bug report needs")
-
-
 def main() -> None:
     """Run one of the commands above; any other word is a command of ``tune``."""
     end_on_ctrl_c()
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if name in (*COMMANDS, "-h", "--help", "--version"):
-        with errors_in_one_line():
-            _run_command(name)
-        return
+    with errors_in_one_line():
+        if name in COMMANDS:
+            sys.argv[:2] = [f"torchtune-grpo {name}"]
+            module, _, function = COMMANDS[name][0].partition(":")
+            getattr(importlib.import_module(f"torchtune_grpo.{module}"), function)()
+            return
+        if name in ("-h", "--help"):
+            lines = (f"  {command:10}{doc}" for command, (_, doc) in COMMANDS.items())
+            print("usage: torchtune-grpo COMMAND ...", "", *lines, sep="\n")
+            print(f"  {'train':10}train a config on one device, with key=value after its name")
+            print(
+                "  ls, cp, cat, run, validate: as `tune` does\n  --version: what a bug report needs"
+            )
+            return
+        if name == "--version":
+            print_versions()
+            return
     from torchtune_grpo.cli.tune import RECIPES, register
 
     register()

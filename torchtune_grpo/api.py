@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import html
 import importlib
 import math
 import os
@@ -356,6 +357,12 @@ class GRPO:
         step = self._recipe.steps.done if self._recipe else 0
         state = f"step {step} of {self.config.num_steps}" if self._is_open else "closed"
         return f"GRPO(output_dir={str(self._folder)!r}, {state})"
+
+    def _repr_html_(self) -> str | None:
+        """Show the run's page in a notebook, as soon as there is one."""
+        page = self._folder / "run.html"
+        text = html.escape(page.read_text(encoding="utf-8")) if page.exists() else None
+        return text and f'<iframe srcdoc="{text}" width="100%" height="700"></iframe>'
 
     def _check_has_data(self) -> None:
         if self._only_answers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -123,16 +124,14 @@ def sample() -> None:
         if "=" not in text and not text.startswith("~"):
             raise ValueError(f"{text}: not key=value; for a prompt, write --prompt {text!r}.")
     folder = Path(args.run)
-    asked: Mapping[str, object] = {}
     if (folder / "config.json").is_file():
         # New adapters change nothing. There is no run, so output_dir need not exist.
         model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
-        data = "dataset={_component_: torchtune_grpo.data.RLDataset}"
+        card = ModelCard.found(folder)  # of a checkpoint, which is asked as in training
+        form = {"_component_": "torchtune_grpo.data.RLDataset", **(card.asked if card else {})}
+        data = f"dataset={json.dumps(form)}"
         args.run, args.overrides = "hf_lora_grpo", [*model, data, *args.overrides]
-        if card := ModelCard.found(folder):  # of a checkpoint, which is asked as in training
-            asked = card.asked
     cfg = run_config(args)
-    cfg.dataset = {**asked, **cfg.dataset}
     has_rows = cfg.dataset.get("source") is not None or cfg.dataset.get("rows") is not None
     if cfg.dataset._component_.endswith(".RLDataset") and not has_rows:
         if not args.prompt:
