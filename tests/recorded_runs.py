@@ -82,7 +82,7 @@ def _finding(step: int, event: str, name: str, since: int, key: str, remedy: str
 
 FINDINGS = [
     _finding(5, "begins", "truncated", 3, "max_generated_tokens", "Set max_generated_tokens."),
-    _finding(8, "begins", "rewards_slow", 7, "rewards.0.workers", "Set rewards.0.workers."),
+    _finding(8, "begins", "same_texts", 7, "temperature", "Set temperature."),
     _finding(9, "ends", "truncated", 3, "max_generated_tokens", "Set max_generated_tokens."),
 ]
 

@@ -12,7 +12,6 @@ from torchtune_grpo.monitor.findings import BEGINS_AFTER, Watch
 from torchtune_grpo.monitor.record import STILL_THE_BASE, read
 
 PARTS = '''
-import time
 import uuid
 import torch
 from torchtune_grpo.loss import GRPOLoss
@@ -42,8 +41,7 @@ mute.decides, mute.answer_of = True, lambda text: None
 def never(optimizer, **keys):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
 
-def sleeps(prompts, completions, **columns):
-    time.sleep(0.2)
+def gives_none(prompts, completions, **columns):
     return [None] * len(completions)
 
 def fails(prompts, completions, **columns):
@@ -70,11 +68,11 @@ class Fickle:
         return ""
 
 class RoughLoss(GRPOLoss):
-    """Huge in steps 15 to 19, not a number in 22 and 24."""
+    """Not a number in steps 2 and 4."""
     step = 0
     def __call__(self, *, advantages, **more):
         type(self).step += 1
-        factor = 1e3 if 15 <= self.step < 20 else float("nan") if self.step in (22, 24) else 1.0
+        factor = float("nan") if self.step in (2, 4) else 1.0
         return super().__call__(advantages=advantages * factor, **more)
 '''
 NO_EVALUATION = ["eval_dataset=null", "evaluation.every_n_steps=null"]
@@ -102,15 +100,14 @@ RUNS = {
         [rewards("quarter", "brevity"), "num_steps=22", "batch_size=4", "grpo_samples=8"]
         + ["max_generated_tokens=24", "optimizer.lr=1e-2", "loss.kl_coeff=0.001"]
         + ["evaluation.every_n_steps=3", "evaluation.samples=0", "eval_dataset.num_samples=2"],
-        "kl_runaway responses_shrink reward_hacking entropy_collapsed same_texts reward_constant "
-        "only_shaping_rises",
+        "kl_runaway reward_hacking entropy_collapsed same_texts reward_constant only_shaping_rises",
     ),
     "nothing_works": (
-        [rewards("right", "sleeps", "fails"), "max_reward_failure_share=1"]
+        [rewards("right", "gives_none", "fails"), "max_reward_failure_share=1"]
         + ["num_steps=7", "saving.every_n_steps=4"]
         + ["batch_size=16", "grpo_samples=2", "max_generated_tokens=2", "sampling.min_new_tokens=2"]
         + ["objective.mask_truncated_completions=true", *NO_EVALUATION],
-        "all_right nothing_trained reward_fails reward_constant rewards_slow",
+        "all_right nothing_trained reward_fails reward_constant",
     ),
     # Nothing is right, by a reward that reads no answer, by one that does and one that finds none.
     "idle": (
@@ -143,9 +140,9 @@ RUNS = {
     ),
     "rough": (
         [rewards("alternates"), "loss._component_=provoking.RoughLoss", "optimizer.lr=1e-12"]
-        + ["num_steps=102", "batch_size=1", "grpo_samples=2", "max_generated_tokens=2"]
+        + ["num_steps=5", "batch_size=1", "grpo_samples=2", "max_generated_tokens=2"]
         + NO_EVALUATION,
-        "gradient_spikes steps_skipped learning_stopped",
+        "steps_skipped",
     ),
     "dropout": (
         [rewards("alternates"), "model=torchtune_grpo.models.lora_hf_model", "optimizer.lr=0.1"]
@@ -218,9 +215,9 @@ def check_that_a_resumed_run_finds_the_same(folder: Path) -> None:
 
 
 def lasting(folder: Path) -> list[tuple]:
-    """What was found, but for what depends on how busy the machine is."""
-    found = [each for each in events(folder / "out") if each["name"] != "rewards_slow"]
-    return [tuple(each[key] for key in ("step", "event", "name", "since")) for each in found]
+    """What was found, and when."""
+    keys = ("step", "event", "name", "since")
+    return [tuple(each[key] for key in keys) for each in events(folder / "out")]
 
 
 def test_every_finding_is_provoked():

@@ -118,7 +118,7 @@ def test_a_run_without_evaluation_is_not_believed(tmp_path):
 def test_findings_that_are_open_come_first(tmp_path):
     found = of_run(write_run(tmp_path))["verdict"]["findings"]
     assert [(each["name"], each["since"], each["until"]) for each in found] == [
-        ("rewards slow", 7, None),
+        ("same texts", 7, None),
         ("truncated", 3, 9),
     ]
     assert found[0]["key"] == "rewards.0.workers" and found[1]["remedy"].startswith("Set max_")

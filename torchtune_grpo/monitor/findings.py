@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, pairwise
-from statistics import median, stdev
+from statistics import stdev
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
@@ -31,22 +31,19 @@ ENDS_AFTER = 5  # one good step between bad ones ends nothing
 BEGINS_AFTER = {
     # These look at many steps themselves.
     # An evaluation may show the first of these, too.
-    **dict.fromkeys(("collapsed", "gradient_spikes", "steps_skipped", "reward_hacking"), (1, 0)),
+    **dict.fromkeys(("collapsed", "steps_skipped", "reward_hacking"), (1, 0)),
     # If a fifth of the groups taught something, 24 in a row would teach nothing once in 200 times.
     **dict.fromkeys(("all_right", "all_wrong", "same_texts", "no_answer", "never_right"), (3, 24)),
     # If a fifth of the groups earned it, 20 would all miss it once in 90 times.
     **dict.fromkeys(("reward_constant", "tools_unused", "calls_fail"), (5, 20)),
-    # The first steps also compile and fill caches.
-    "rewards_slow": (5, 0),
     # One step is an accident.
-    **dict.fromkeys(("truncated", "nothing_trained", "responses_shrink"), (3, 0)),
+    **dict.fromkeys(("truncated", "nothing_trained"), (3, 0)),
     **dict.fromkeys(("entropy_collapsed", "entropy_exploding", "kl_runaway"), (3, 0)),
     **dict.fromkeys(("sampler_trainer_gap", "reward_fails", "learning_rate_zero"), (3, 0)),
-    **dict.fromkeys(("only_shaping_rises", "learning_stopped"), (3, 0)),
-    **dict.fromkeys(("environment_fails", "prompts_differ"), (3, 0)),
+    **dict.fromkeys(("only_shaping_rises", "environment_fails", "prompts_differ"), (3, 0)),
 }
 # Finding -> findings that it causes, and that would give other advice.
-_OF_A_POLICY = ("same_texts", "responses_shrink", "entropy_collapsed", "entropy_exploding")
+_OF_A_POLICY = ("same_texts", "entropy_collapsed", "entropy_exploding")
 SILENCES = {
     "collapsed": ("all_wrong", "truncated", "nothing_trained", "kl_runaway", *_OF_A_POLICY),
     "truncated": ("all_wrong", "no_answer", "reward_constant"),
@@ -332,18 +329,13 @@ def responses(run: History) -> Signs:
             if cut < 0.9 and not run.config(mask):  # what did not end may have been paid as right
                 advice = run.change(mask, True)
         yield Sign("truncated", evidence, *advice)
-    length, first = run.now("completions/mean_length"), run.first("completions/mean_length")
+    length = run.now("completions/mean_length")
     # A mean over all tokens that are trained on is missing where there are none.
     if not math.isnan(length) and math.isnan(run.now("sampling/kept_mass")):
         key = "objective.mask_truncated_completions"
         longer = run.scale("max_generated_tokens", 2)
         advice = run.change(key, False) if run.config(key) else longer
         yield Sign("nothing_trained", "No token was trained on.", *advice)
-    # Shrunk to a tenth; shorter responses that are right more often are welcome.
-    if length < first / 10 and run.level <= run.first(f"rewards/{run.decider}/mean"):
-        evidence = f"The mean response shrank from {first:.3g} to {length:.3g} tokens."
-        least = run.change("sampling.min_new_tokens", math.ceil(first / 10))
-        yield Sign("responses_shrink", evidence, *least)
 
 
 def _limit(run: History) -> str:
@@ -448,16 +440,6 @@ def shaping(run: History) -> Signs:
 
 
 def optimizer(run: History) -> Signs:
-    norms = run.last("grad_norm", 40)
-    before = [norm for norm in norms[:-10] if norm > 0]
-    usual = median(before) if len(before) >= 10 else math.inf
-    spikes = [norm for norm in norms[-10:] if norm > 10 * usual]  # other prompts make it 3 times
-    if len(spikes) >= 3:
-        evidence = f"{len(spikes)} gradient norms of 10 are beyond 10 times the usual {usual:.3g}."
-        is_clipped = run.config("clip_grad_norm") is not None
-        clip = run.change("clip_grad_norm", 2 * usual)
-        slower = run.scale("optimizer.lr", 0.5)
-        yield Sign("gradient_spikes", evidence, *(slower if is_clipped else clip))
     if run.now("learning_rate") == 0:  # for longer than the first step of a warm-up
         evidence, remedy = "The learning rate is 0.", "Let lr_scheduler end later, or above 0."
         yield Sign("learning_rate_zero", evidence, "lr_scheduler", remedy)
@@ -465,36 +447,6 @@ def optimizer(run: History) -> Signs:
     if counts[-1] - counts[0] >= 2:  # one is an accident; three in a row end the run
         evidence = f"{counts[-1] - counts[0]:.0f} of 20 steps were not finite and skipped."
         yield Sign("steps_skipped", evidence, *run.scale("optimizer.lr", 0.5))
-
-
-def progress(run: History) -> Signs:
-    paid = run.last("reward", _MOST_STEPS)  # fewer do not tell a slow rise from none
-    level = mean(run.last(f"rewards/{run.decider}/mean", _MOST_STEPS))[0]
-    change, error = rise(paid)
-    # No rise, and one of a tenth of the spread would have been seen.
-    spread = mean(run.last("reward_std", _MOST_STEPS))[0]
-    is_flat = change <= 0 and change + 2 * error < 0.1 * spread and level < thresholds.SOLVED
-    # The end of a schedule is meant to be flat.
-    rate, peak = run.now("learning_rate"), run.config("optimizer.lr")
-    is_over = isinstance(peak, float) and rate < 0.1 * peak
-    held_out = [evaluation.accuracy for evaluation in run.evaluations[-4:]]
-    has_risen = held_out[-1:] > held_out[:1]
-    if len(paid) == _MOST_STEPS and is_flat and not (is_over or has_risen):
-        evidence = f"The reward has stayed at {mean(paid)[0]:.3g} for 100 steps."
-        yield Sign("learning_stopped", evidence, *run.scale("optimizer.lr", 2))
-
-
-def seconds(run: History) -> Signs:
-    share = run.now("time/reward") / (run.now("step_time") or math.nan)
-    if share > 0.5:  # an accelerator that waits for rewards most of the time
-        times = [run.now(f"time/rewards/{reward['name']}") for reward in run.rewards]
-        slowest = max(range(len(times)), key=times.__getitem__)
-        evidence = f"{run.rewards[slowest]['name']}: rewards take {share:.0%} of a step."
-        key = run.keys[slowest]
-        advice = run.change(f"{key}.isolation", "process")
-        if "workers" in run.rewards[slowest]:
-            advice = run.scale(f"{key}.workers", 2)
-        yield Sign("rewards_slow", evidence, *advice)
 
 
 def evaluations(run: History) -> Signs:
@@ -528,10 +480,7 @@ def evaluations(run: History) -> Signs:
         yield Sign("reward_hacking", evidence, *advice)
 
 
-RULES = (
-    *(collapse, fall, groups, responses, policy, rewards, environments),
-    *(shaping, optimizer, progress, seconds),
-)
+RULES = (collapse, fall, groups, responses, policy, rewards, environments, shaping, optimizer)
 
 
 def _text(value: object) -> str:
