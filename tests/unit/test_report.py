@@ -121,7 +121,7 @@ def test_findings_that_are_open_come_first(tmp_path):
         ("same texts", 7, None),
         ("truncated", 3, 9),
     ]
-    assert found[0]["key"] == "rewards.0.workers" and found[1]["remedy"].startswith("Set max_")
+    assert found[0]["key"] == "temperature" and found[1]["remedy"].startswith("Set max_")
 
 
 def test_without_javascript_the_verdict_can_be_read(tmp_path):
