@@ -487,5 +487,6 @@ def test_the_text_part_of_a_model_that_sees(tmp_path, kind, settings, caplog):
     taken_out = hf_model(str(tmp_path / "whole"))  # by transformers, which is slower
     assert f"model_type='{kind}'; docs/models.md lists" in caplog.text
     assert "take out its text part" in caplog.text
-    taken_out.load_state_dict(taken_out.read(tmp_path / "whole"))
+    checkpointer = HFCheckpointer(str(tmp_path / "whole"), "")
+    taken_out.load_state_dict(taken_out.kind.read(checkpointer, {}))
     torch.testing.assert_close(taken_out(TOKENS), expected, atol=1e-5, rtol=1e-5)

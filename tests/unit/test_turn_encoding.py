@@ -269,11 +269,11 @@ def test_calls_with_tags_are_read_as_the_template_writes_them(template, tmp_path
     }
 
 
-@pytest.mark.parametrize(("template", "form"), [("gptoss", "harmony"), ("phi3", "writes no tool")])
-def test_other_forms_of_calls_are_refused_by_name(template, form, tmp_path):
+@pytest.mark.parametrize("template", ["gptoss", "phi3"])
+def test_other_forms_of_calls_are_refused(template, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))
     tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
-    with pytest.raises(ValueError, match=form):
+    with pytest.raises(ValueError, match="writes no calls in a form that is read. Train a model"):
         find_parser(lambda turns: tokenizer.apply_chat_template(turns, tokenize=False))
 
 

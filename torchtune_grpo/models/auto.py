@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchtune import utils
-from torchtune.modules.peft import LoRALinear
 from torchtune.utils._logging import log_once
 
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.models.auto_kind import TransformersKind
-from torchtune_grpo.models.layers import PeftDoRALinear, save_without_nf4
+from torchtune_grpo.models.layers import lora_linear, save_without_nf4
 
 log = utils.get_logger("INFO")
 
@@ -62,7 +61,7 @@ def transformers_model(
         if quantize_base:
             raise ValueError("quantize_base=True: only an adapter can be trained; set lora_rank.")
         return model
-    kind = PeftDoRALinear if use_dora else LoRALinear
+    linear = lora_linear(lora_rank, lora_alpha, use_dora, dropout=lora_dropout)
     names = dict(model.linear_modules())
     chosen = [n for n in names if lora_modules is None or n.rpartition(".")[2] in lora_modules]
     if not chosen:
@@ -73,15 +72,9 @@ def transformers_model(
         )
     for name in chosen:
         outputs, inputs = names[name].weight.shape
-        adapted = kind(
-            inputs,
-            outputs,
-            rank=lora_rank,
-            alpha=lora_alpha,
-            dropout=lora_dropout,
-            use_bias=names[name].bias is not None,
-            quantize_base=quantize_base and inputs * outputs % (64 * 256) == 0,
-        )
+        in_nf4 = quantize_base and inputs * outputs % (64 * 256) == 0
+        has_bias = names[name].bias is not None
+        adapted = linear(inputs, outputs, use_bias=has_bias, quantize_base=in_nf4)
         model.set_submodule(name, adapted)
     if quantize_base:
         save_without_nf4(model, model.tok_embeddings.weight.dtype)

@@ -37,6 +37,8 @@ class TransformersKind(ModelKind):
     @torch.no_grad()
     def check_loaded(self) -> None:
         """Raise a ValueError unless its logits are transformers' and come from earlier tokens."""
+        from transformers import GenerationConfig
+
         model = self._model.eval()
         embeddings, kind = model.tok_embeddings, model.hf.config.model_type
         tokens = torch.arange(8, device=embeddings.weight.device)[None] % embeddings.num_embeddings
@@ -44,6 +46,7 @@ class TransformersKind(ModelKind):
         try:
             theirs = model.hf(tokens, use_cache=False).logits
             logits, changed = model(tokens), model(other)
+            model.hf.generate(tokens, generation_config=GenerationConfig(max_new_tokens=2))
         except Exception as error:  # of any type: so many models
             raise ValueError(
                 f"model: {kind}, as config.json has it, cannot be computed: "

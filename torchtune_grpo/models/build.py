@@ -24,7 +24,7 @@ from torchtune.modules import (
     TransformerSelfAttentionLayer,
 )
 from torchtune.modules.low_precision import FrozenNF4Linear
-from torchtune.modules.peft import LORA_ATTN_MODULES, LoRALinear
+from torchtune.modules.peft import LORA_ATTN_MODULES
 from torchtune.utils._logging import log_once
 
 from torchtune_grpo.config.text import ConfigError, describe, read_json, shortened
@@ -32,9 +32,10 @@ from torchtune_grpo.models.adapter import adapter_settings
 from torchtune_grpo.models.auto import TransformersModel, transformers_model
 from torchtune_grpo.models.families import ACTIVATIONS, FAMILIES, AllHeadsNorm
 from torchtune_grpo.models.layers import (
-    PeftDoRALinear,
+    LORA_KEYS,
     Scale,
     UniformAttention,
+    lora_linear,
     save_without_nf4,
     scale_output,
 )
@@ -59,7 +60,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 _READ_FOR_ALL_TYPES = ("is_causal", "quantization_config", "per_layer_config")
 _DROPOUTS = [f"{of}_dropout" for of in ("attention", "hidden", "residual", "embedding")]
 _DROPOUTS += ["resid_pdrop", "embd_pdrop"]
-_LORA: dict[str, object] = {
+_LORA: dict[str, Any] = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
     "apply_lora_to_output": False,
@@ -124,6 +125,7 @@ def lora_hf_model(
         start = adapter_settings(adapter_dir, hf_config=hf.to_dict())
     lora = start | {name: value for name, value in given.items() if value is not None}
     adapted = _adapted_layers(lora, tied=hf.tie_word_embeddings)
+    adapted_linear = lora_linear(*(lora[name] for name in LORA_KEYS), dropout=lora_dropout)
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         quantized = quantize_base and name != "output"
@@ -133,16 +135,7 @@ def lora_hf_model(
                 f"{name} has {outputs} x {inputs}; set it to False."
             )
         if name in adapted:
-            kind = PeftDoRALinear if lora["use_dora"] else LoRALinear
-            return kind(
-                inputs,
-                outputs,
-                rank=lora["lora_rank"],
-                alpha=lora["lora_alpha"],
-                dropout=lora_dropout,
-                use_bias=bias,
-                quantize_base=quantized,
-            )
+            return adapted_linear(inputs, outputs, use_bias=bias, quantize_base=quantized)
         return (FrozenNF4Linear if quantized else nn.Linear)(inputs, outputs, bias=bias)
 
     model = _build(model_dir, hf, linear)
@@ -151,24 +144,16 @@ def lora_hf_model(
     return model
 
 
-def _by_transformers(
-    model_dir: str, given: Mapping[str, Any], *, lora_dropout: float, quantize_base: bool
-) -> TransformersModel:
+def _by_transformers(model_dir: str, given: Mapping[str, Any], **others: Any) -> TransformersModel:
     """Build a model of transformers' modules with the adapters that ``lora_hf_model`` is given."""
-    for name in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"):
-        if given[name]:
-            raise ValueError(
-                f"{name}={given[name]}: names torchtune's modules, and model_dir={model_dir} is "
-                "computed by transformers'; set it to null for all linear modules of the layers, "
-                "or take torchtune_grpo.models.transformers_model with its lora_modules."
-            )
-    lora = _LORA | {name: value for name, value in given.items() if value is not None}
-    return transformers_model(
-        model_dir,
-        **{name: lora[name] for name in ("lora_rank", "lora_alpha", "use_dora")},  # type: ignore[arg-type]
-        lora_dropout=lora_dropout,
-        quantize_base=quantize_base,
-    )
+    lora = {n: _LORA[n] if v is None else v for n, v in given.items() if n in LORA_KEYS}
+    if named := [f"{n}={v}" for n, v in given.items() if v and n not in LORA_KEYS]:
+        raise ValueError(
+            f"{named[0]}: names torchtune's modules, and transformers' compute model_dir="
+            f"{model_dir}; set it to null for all linear modules of the layers, or take "
+            "torchtune_grpo.models.transformers_model with its lora_modules."
+        )
+    return transformers_model(model_dir, **lora, **others)
 
 
 def _adapted_layers(lora: Mapping[str, Any], *, tied: bool) -> set[str]:
@@ -316,9 +301,9 @@ def read_config(model_dir: str | Path) -> Any:
             f"model_dir={model_dir}: transformers rejects its config.json: "
             f"{shortened(describe(error), 300)}. Fetch the model again, or correct the key."
         ) from error
-    for key, value, remedy in _unsupported(given, hf):
+    for key, value in _unsupported(given, hf):
         raise UnsupportedModelError(
-            f"model_dir={model_dir}: config.json says {key}={value!r}; {remedy}."
+            f"model_dir={model_dir}: config.json says {key}={value!r}, unknown to torchtune."
         )
     return hf
 
@@ -354,28 +339,27 @@ def _read(hf: object, key: str, default: Any = None) -> Any:
     return getattr(hf, key) if key in inspect.signature(type(hf)).parameters else default
 
 
-def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, object, str]]:
-    """Yield the keys whose effect is not implemented: name, value and remedy."""
+def _unsupported(given: Mapping[str, Any], hf: Any) -> Iterator[tuple[str, object]]:
+    """Yield the keys whose effect is not implemented, and their values."""
     for name in hf.architectures or ():
         if not str(name).endswith("ForCausalLM"):
-            yield "architectures", name, "only a causal language model can be trained"
+            yield "architectures", name
     for key, harmless in _WITHOUT_EFFECT.items():
         value = given.get(key) if key in _READ_FOR_ALL_TYPES else _read(hf, key, harmless[0])
         if value not in harmless:
-            yield key, value, "such a model is not supported"
+            yield key, value
     key, activation = _activation(hf)
     if activation not in ACTIVATIONS:
-        yield key, activation, f"supported are {', '.join(ACTIVATIONS)}"
+        yield key, activation
     for name in _layer_kinds(hf):
         if name not in ("full_attention", "sliding_attention"):
-            yield "layer_types", name, "supported are full_attention and sliding_attention"
+            yield "layer_types", name
         rope = _rope_parameters(hf, name)
         if rope["rope_type"] not in ("default", *_SCALED_ROTATIONS):
-            kinds = f"supported are default, {', '.join(_SCALED_ROTATIONS)}"
-            yield "rope_type", rope["rope_type"], kinds
+            yield "rope_type", rope["rope_type"]
         part = rope.get("partial_rotary_factor", 1.0)
         if part != 1.0 and not FAMILIES[hf.model_type].partial_rotation:
-            yield "partial_rotary_factor", part, "such a model is not supported"
+            yield "partial_rotary_factor", part
 
 
 def _activation(hf: object) -> tuple[str, str]:

@@ -97,6 +97,17 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+LORA_KEYS = ("lora_rank", "lora_alpha", "use_dora")
+
+
+def lora_linear(
+    rank: int, alpha: float, use_dora: bool, *, dropout: float
+) -> Callable[..., nn.Module]:
+    """Return what makes linear layers with LoRA or DoRA; the arguments are ``LORA_KEYS``."""
+    kind = PeftDoRALinear if use_dora else LoRALinear
+    return partial(kind, rank=rank, alpha=alpha, dropout=dropout)
+
+
 def save_without_nf4(model: nn.Module, dtype: torch.dtype) -> None:
     """Let a model's state dict have a dtype in place of NF4, as torchtune's builders do."""
     model._register_state_dict_hook(

@@ -23,8 +23,7 @@ _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 OTHER_TOOLS = (
     "Train a model with the form of Qwen 2.5 or 3 (Hermes), Qwen3.5 or Nemotron 3 (XML), Llama 3.1 "
-    "or 3.2, GLM 4.5, LFM 2 or Gemma 4; or give an environment that has step(text), which needs "
-    "no calls."
+    "or 3.2, GLM 4.5, LFM 2 or Gemma 4; or give an environment with step(text), without calls."
 )
 
 

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.machine.parallel import gathered
 from torchtune_grpo.machine.segments import fill_parts
 from torchtune_grpo.rollout.batch import Transcript
 from torchtune_grpo.rollout.cache import CachedPrompt, Row
 from torchtune_grpo.rollout.graphs import Buffers
-from torchtune_grpo.rollout.paused import PausedRows
 from torchtune_grpo.rollout.request import (
     Capabilities,
     EngineContext,
     Progress,
     RolloutEngine,
     RolloutRequest,
+    Turns,
     explained_by_rounding,
     must_stop,
 )
@@ -63,8 +62,7 @@ class TransformersEngine(RolloutEngine):
             buffers=self._buffers,
         )
         transcript.begin([row.prompt.tokens for row in rows], slots=range(len(rows)))
-        paused, live = PausedRows(request.turns), rows
-        paused.steps = 0  # all replies are waited for, so that nothing depends on their time
+        live = rows
         with gathered(self._model):
             while live and not stop():
                 most = self._settings.max_rows or MAX_ROWS
@@ -74,10 +72,10 @@ class TransformersEngine(RolloutEngine):
                     if request.report is not None:
                         tokens, over = sum(r.count for r in rows), sum(r.ended for r in rows)
                         request.report(Progress(tokens, over, len(part), len(rows)))
-                live = _answered(paused, live, transcript, stop)
+                live = _answered(request.turns, live, transcript, stop)
         return transcript.samples(
             lengths=[row.count for row in rows],
-            truncated=[not row.ended or row.number in paused.rows for row in rows],
+            truncated=[not row.ended for row in rows],
         )
 
     def check_step(self, metrics: Mapping[str, float]) -> None:
@@ -114,15 +112,7 @@ class TransformersEngine(RolloutEngine):
             logits_processor=[draw],
             stopping_criteria=[is_over],
         )
-        try:
-            self._model(generate)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of any type: so many models
-            raise ValueError(
-                f"model: transformers' generate cannot sample {self._model.hf.config.model_type}: "
-                f"{shortened(describe(error), 300)}."
-            ) from error
+        self._model(generate)
 
 
 class _Turn:
@@ -172,20 +162,24 @@ class _Turn:
 
 
 def _answered(
-    paused: PausedRows, rows: Sequence[Row], transcript: Transcript, stop: Callable[[], bool]
+    turns: Turns | None, rows: Sequence[Row], transcript: Transcript, stop: Callable[[], bool]
 ) -> list[Row]:
-    """Ask for replies to the rows whose turns have ended, and return those that go on."""
-    if paused.turns is None:
+    """Wait for the replies to all rows whose turns have ended, and return those that go on.
+
+    Nothing then depends on the replies' time. Without its reply a row has not ended.
+    """
+    if turns is None:
         return []
-    for row in rows:
-        if row.ended:
-            row.response = transcript.tokens[row.number, : row.count].tolist()
-            paused.add(row, now=0)
-    replies = None
-    while replies is None and not stop():
-        replies = paused.answered(now=0, live=0, is_idle=True)
-    answered = [(paused.pop(number), reply) for number, reply in (replies or {}).items()]
-    going = [row for row, reply in answered if reply]
+    ended, replies = [row for row in rows if row.ended], dict[int, Sequence[int]]()
+    for row in ended:
+        row.response = transcript.tokens[row.number, : row.count].tolist()
+        turns.end_turn(row.number, row.response, sampled=row.count - row.given)
+    while len(replies) < len(ended) and not stop():
+        replies |= turns.replies(wait=True)
+    for row in ended:
+        row.response = [*row.response, *replies.get(row.number, ())]
+        row.ended = row.number in replies
+    going = [row for row in ended if len(row.response) > row.count]
     if going:
         transcript.give(going)
     for row in going:
