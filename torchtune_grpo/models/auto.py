@@ -187,11 +187,10 @@ class TransformersModel(nn.Module):
 
     def _head(self, h: Tensor) -> Tensor:
         """Compute logits [K, V] of hidden states [K, D], by all that follows the base model."""
-        base = self._decoder
+        base, tokens = self._decoder, torch.zeros(1, len(h), dtype=torch.long, device=h.device)
         own = vars(base).get("forward")
-        base.forward = lambda *args, **kwargs: _BaseOutput(h[None])
+        base.forward = lambda *args, **kwargs: _BaseOutput([h[None]])
         try:
-            tokens = torch.zeros(1, len(h), dtype=torch.long, device=h.device)
             logits: Tensor = self.hf(tokens, use_cache=False).logits[0]
             return logits
         finally:
@@ -200,19 +199,11 @@ class TransformersModel(nn.Module):
                 base.forward = own
 
 
-class _BaseOutput:
-    """What a base model returns: hidden states, and nothing else."""
+class _BaseOutput(tuple[Tensor]):
+    """What a base model returns: hidden states, and None of all else that a head may read."""
 
-    def __init__(self, h: Tensor) -> None:
-        self.last_hidden_state = h
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self.last_hidden_state,)[index]
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
