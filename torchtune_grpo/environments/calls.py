@@ -31,7 +31,6 @@ _LLAMA = re.compile(
 )
 _GEMMA = re.compile(r"<\|tool_call>call:(\w+)(.*?)<tool_call\|>\s*", re.DOTALL)
 _LFM = re.compile(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>\s*", re.DOTALL)
-_JSON = {"true": True, "false": False, "null": None}
 _GEMMA_QUOTE = '<|"|>'
 
 
@@ -87,28 +86,27 @@ def _gemma(text: str, names: Container[str]) -> tuple[str, list[object]]:
 def _lfm(text: str, names: Container[str]) -> tuple[str, list[object]]:
     """``<|tool_call_start|>[name(key='text', n=3)]<|tool_call_end|>``, as LFM 2 writes it."""
     content, lists = _cut_out(_LFM, text, "<|tool_call_end|>")
-    return content, [call for written in lists for call in _python_calls(written)]
-
-
-class _Json(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_JSON[node.id]) if node.id in _JSON else node
+    return content, [call for written in lists for call in _python_calls(written.strip())]
 
 
 def _python_calls(written: str) -> list[object]:
-    """Read a list of calls in Python, with JSON within them; if it is none, return its text."""
+    """Read a list of calls in Python, with arguments in Python or JSON; else return the text."""
+
+    def read(call: Any) -> object:
+        given = {each.arg: value(each.value) for each in call.keywords}
+        if call.args or None in given:
+            raise ValueError("an argument has no name")
+        return {"name": ast.unparse(call.func), "arguments": given}
+
+    def value(node: ast.expr) -> object:
+        with suppress(ValueError):
+            return ast.literal_eval(node)
+        return json.loads(str(ast.get_source_segment(written, node)))
+
     try:
-        whole: Any = ast.parse(written.strip(), mode="eval").body
-        return [_python_call(call) for call in whole.elts]
+        return [read(call) for call in ast.parse(written, mode="eval").body.elts]  # type: ignore[attr-defined]
     except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError):
         return [written]
-
-
-def _python_call(call: ast.Call) -> dict[str, object]:
-    given = {each.arg: ast.literal_eval(_Json().visit(each.value)) for each in call.keywords}
-    if call.args or None in given:
-        raise ValueError("an argument has no name")
-    return {"name": ast.unparse(call.func), "arguments": given}
 
 
 def _cut_out(pattern: re.Pattern[str], text: str, end: str) -> tuple[str, list[Any]]:

@@ -53,9 +53,9 @@ def transformers_model(
     model = TransformersModel(*_build(model_dir))
     log_once(
         log,
-        f"{model.hf.config.model_type}: transformers' own modules compute this model. Rows are "
-        "padded and not packed, and a prompt is computed for each of its samples, so it is slower "
-        "than the types of docs/models.md; experts, if any, have no adapters, and routers no loss.",
+        f"{model.hf.config.model_type}: transformers' own modules compute this model, more slowly "
+        "than the types of docs/models.md: rows are padded, and a prompt is computed for each of "
+        "its samples. Experts, if any, have no adapters, and routers no loss.",
     )
     if lora_rank is None:
         if quantize_base:
@@ -84,12 +84,12 @@ def transformers_model(
 class TransformersModel(nn.Module):
     """A causal model of transformers that is called, trained and sharded as torchtune's are.
 
-    ``names`` are those of ``TransformersKind``.
+    ``names`` are regular expressions for names in the files of its folder, and what replaces them.
     """
 
     def __init__(self, hf: Any, names: Mapping[str, str]) -> None:
         super().__init__()
-        self.hf, self._names = hf.eval(), dict(names)
+        self.hf, self.names = hf.eval(), dict(names)
         self.norm = nn.Identity()  # transformers' hidden states are normed
         self.max_seq_len = _context_length(hf.config)
         _ = self.layers
@@ -161,7 +161,7 @@ class TransformersModel(nn.Module):
 
     @property
     def kind(self) -> TransformersKind:
-        return TransformersKind(self, self._names)
+        return TransformersKind(self)
 
     def _probe_head(self) -> bool:
         """Tell whether the logits are a product of hidden states and one matrix, unchanged.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.models.kinds import ModelKind
@@ -19,17 +19,10 @@ _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest numb
 
 
 class TransformersKind(ModelKind):
-    """Models whose ``hf`` is one of transformers.
-
-    ``names`` are regular expressions for names in the files of its folder, and what replaces them.
-    """
+    """The kind of a ``TransformersModel``."""
 
     modules = "transformers"
     packs_rows = takes_adapters = False
-
-    def __init__(self, model: nn.Module, names: Mapping[str, str]) -> None:
-        super().__init__(model)
-        self._names = dict(names)
 
     def shape(self) -> dict[str, int]:
         return {}  # it is built from config.json
@@ -53,20 +46,19 @@ class TransformersKind(ModelKind):
                 f"{shortened(describe(error), 300)}."
             ) from error
         bound = _TOLERANCES.get(logits.dtype, 5e-2) * theirs.abs().max()
-        if not (logits - theirs).abs().max() <= bound:
-            raise ValueError(
-                f"model: the logits of {kind} cannot be computed from its hidden states as "
-                "transformers computes them; such a model cannot be trained here."
-            )
-        if not (changed - logits)[:, :-1].abs().max() <= bound:
-            raise ValueError(
-                f"model: {kind}, as config.json has it, is not a causal model: a token changes the "
-                "logits of those before it."
-            )
+        for gap, fault in (
+            (logits - theirs, "its logits do not follow from its hidden states"),
+            ((changed - logits)[:, :-1], "a token changes the logits of those before it"),
+        ):
+            if not gap.abs().max() <= bound:
+                raise ValueError(
+                    f"model: {kind}, as config.json has it, cannot be trained: {fault}."
+                )
 
     def read(self, checkpointer: Any, node: Any) -> dict[str, Tensor]:
         hf, folder = self._model.hf, checkpointer._checkpoint_dir
-        options = {"key_mapping": self._names} if self._names else {}
+        names = self._model.names
+        options = {"key_mapping": names} if names else {}
         try:
             with torch.device("cpu"), only_errors():
                 whole, told = type(hf).from_pretrained(
@@ -83,9 +75,9 @@ class TransformersKind(ModelKind):
                 f"{shortened(describe(error), 300)}. Fetch the model again."
             ) from error
         odd = {"missing": told["missing_keys"], "of another size": told["mismatched_keys"]}
-        if not self._names:  # else they are of other parts
+        if not names:  # else they are of other parts
             odd["unexpected"] = told["unexpected_keys"]
-        found = [f"{name} is {what}" for what, names in odd.items() for name in sorted(names)]
+        found = [f"{name} is {what}" for what, those in odd.items() for name in sorted(those)]
         if found:
             raise ValueError(
                 f"checkpoint_dir={folder}: its weights do not match its config.json: "
