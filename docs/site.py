@@ -92,8 +92,8 @@ PASSES = "¹ Over rows that get a pass ([objectives](objectives.md#advantages)).
 FINDINGS = """# It does not learn
 
 A run says so itself: its findings stand on the terminal, in `run.jsonl` and on its page, with the
-key to change. Change one thing at a time, and [plan](plan.md) before the next run. The
-[tutorial](tutorial.md#6-it-does-not-learn-now-what) goes through the usual causes.
+key to change. Change one thing at a time, and [plan](plan.md) before the next run. Causes by what
+you see are [here](faq.md).
 
 A finding begins when its signs have lasted as many steps as the column "For" says, and ends after
 five without them.

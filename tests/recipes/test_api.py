@@ -299,13 +299,25 @@ assert run.generate(roles)[0] != run.generate("What is 3 + 4?")[0]
 """
 
 
-def test_the_example_of_the_readme(tmp_path):
-    page = (Path(__file__).parents[2] / "README.md").read_text()
-    (example,) = re.findall(
-        r"```python\n(from torchtune_grpo import GRPO\n.*?)```", page, re.DOTALL
-    )
-    small = "num_steps=1, device='cpu', max_generated_tokens=8, batch_size=2, grpo_samples=2"
-    (tmp_path / "mine.py").write_text(GIVEN + example.replace("num_steps=100", small) + MESSAGES)
+def example_of(page):
+    """The first code of a page that makes a run."""
+    text = (Path(__file__).parents[2] / page).read_text()
+    return re.findall(r"```python\n(from torchtune_grpo import GRPO\n.*?)```", text, re.DOTALL)[0]
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_as_it_stands(tmp_path):
+    (tmp_path / "mine.py").write_text(example_of("README.md"))
+    said = run("mine.py", cwd=tmp_path).out
+    assert "'eval/accuracy': " in said and "['<think>" in said
+    before, *_, after = [each for each in untimed(tmp_path / "out") if "reward" in each]
+    assert after["reward"] > before["reward"] + 0.1
+
+
+def test_the_example_of_the_page_on_python(tmp_path):
+    small = "num_steps=1, max_generated_tokens=8, batch_size=2, grpo_samples=2"
+    example = example_of("docs/python.md").replace("num_steps=100", small)
+    (tmp_path / "mine.py").write_text(GIVEN + example + MESSAGES)
     tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "Qwen3-0.6B", "qwen3"))
     ends = [tokenizer.eos_token_id, 0]
     hf_folder("qwen3", tmp_path / "Qwen3-0.6B", vocab_size=384, eos_token_id=ends)

@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     (row,) = blocks("json")
     lines = json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n" + row
     Path("more").mkdir()
-    for name in ("problems.jsonl", "more/a.jsonl", "held_out"):
+    for name in ("problems.jsonl", "more/a.jsonl", "held_out.data"):
         Path(name).write_text(lines)
 
 
