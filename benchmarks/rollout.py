@@ -9,8 +9,8 @@
     python benchmarks/rollout.py --ways turns slow_tool --reply-steps 64
 
 S is a Llama 3.2 of 42M parameters (dim 512, 8 layers, 8/4 heads, FFN 1536, V 32,768), M is Llama
-3.2 1B, SmolLM2 is the 135M model; weights are random. Ways: `native` and `torchtune` are this
-package's engines, `stock` is torchtune's own `generate`, `transformers` is its `generate` with the
+3.2 1B, SmolLM2 is the 135M model; weights are random. Ways: `native` is this package's
+engine, `stock` is torchtune's own `generate`, `transformers` is its `generate` with the
 same weights. `turns`, `tool` and `slow_tool` are the native engine with turns of 32 tokens in the
 mean, and replies of 16 that count as tokens and come at once, or after 0.1 or 2 seconds: a rollout
 takes about as long as `slowest_chain`, the most seconds that one response waits for its replies,
@@ -50,7 +50,7 @@ from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOOLS = {"turns": 0.0, "tool": 0.1, "slow_tool": 2.0}  # seconds
 # These allocate as the recipes do, the others as their users do.
-OURS = ("native", "torchtune", *TOOLS)
+OURS = ("native", *TOOLS)
 WAYS = (*OURS, "stock", "transformers")
 TURN, REPLY = 32, 16  # tokens
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--prompt-length", type=int, help="one length for all prompts")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["native", "torchtune", "stock"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["native", "stock"])
     parser.add_argument("--reply-steps", type=int, help="0: null")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

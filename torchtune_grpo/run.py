@@ -430,7 +430,6 @@ class Run:
             policy,
             self.cfg.rollout,
             self.device,
-            is_sharded=self.is_sharded,
             bytes_to_come=self._bytes_to_come,
             update_bytes=self._update_bytes,
             model_dir=self.cfg.checkpointer.checkpoint_dir,

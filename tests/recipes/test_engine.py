@@ -2,7 +2,6 @@
 
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +21,9 @@ from runs import (
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.rollout.engine import check_engine, make_engine
 from torchtune_grpo.rollout.request import EngineContext
-from torchtune_grpo.rollout.torchtune import TorchtuneEngine
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.checks import check_prompts
 
@@ -126,7 +123,7 @@ def test_what_is_no_engine_is_named(own, node, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("rollout.engine=torchtune tools=[my.f]", "^rollout.engine=torchtune: samples .*one turn"),
+        ("rollout.engine=my_engine.Uniform tools=[my.f]", "^rollout.engine=my_engine.U.*one turn"),
         (
             "rollout.engine=my_engine.Uniform sampling.min_p=0.1",
             "^sampling.min_p=0.1: .*no filters",
@@ -136,16 +133,9 @@ def test_what_is_no_engine_is_named(own, node, said):
     ],
 )
 def test_what_an_engine_has_not_declared_is_refused(own, options, said):
-    length = [] if "torchtune" in options else ["rollout.engine.length=9"]
+    options = [*options.split(), "rollout.engine.length=9"]
     with pytest.raises(ConfigError, match=said):
-        check_engine(read_config(load_config(TINY, [*options.split(), *length])))
-
-
-def test_an_engine_that_stands_in_for_the_native_one_is_given_no_turns_either():
-    """As torchtune's does for a model that the native one does not recognise."""
-    engine = TorchtuneEngine(EngineContext(build_policy(), RolloutConfig(), torch.device("cpu")))
-    with pytest.raises(ValueError, match="rollout.engine: TorchtuneEngine .*one turn.* to native"):
-        engine.generate(SimpleNamespace(turns=object()))
+        check_engine(read_config(load_config(TINY, options)))
 
 
 @pytest.mark.parametrize("chosen", ["my_engine.Short", "vllm", "my_engine.MyVLLM"])

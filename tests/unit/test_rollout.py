@@ -1,7 +1,7 @@
 """Generation is exact: greedy decoding equals the full forward, samples follow the distribution.
 
 Every engine test runs the native engine with few and with many live rows (so that rows retire and
-waiting ones take their places), with merged and unmerged adapters, and torchtune's generation.
+waiting ones take their places), with merged and unmerged adapters.
 """
 
 import functools
@@ -15,7 +15,7 @@ import memory_estimate
 import pytest
 import torch
 from decode_attention import decode_attention  # noqa: F401
-from policies import KINDS, SHAPE, VOCAB, build_policy, full_logprobs, randomize
+from policies import KINDS, SHAPE, VOCAB, build_policy, full_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.dtypes.nf4tensor import NF4Tensor
@@ -38,7 +38,6 @@ from torchtune_grpo.rollout.sampling import (
     row_keys,
     uniforms,
 )
-from torchtune_grpo.rollout.torchtune import TorchtuneEngine
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.optimizer import PolicyOptimizer, optimizer_step
 
@@ -49,13 +48,37 @@ ENGINES = {
     "one_row": lambda model: native(model, max_rows=1),
     "few_rows": lambda model: native(model, max_rows=3, merge_adapters="never"),
     "all_rows": lambda model: native(model, max_rows=None, merge_adapters="always"),
-    "torchtune": lambda model: TorchtuneEngine(context(model)),
-    "torchtune_in_parts": lambda model: TorchtuneEngine(context(model, max_rows=3)),
 }
 
 
 def context(model, **settings) -> EngineContext:
     return EngineContext(model, RolloutConfig(**settings), next(model.parameters()).device)
+
+
+class FullForward:
+    """Samples row after row with the model's own forward of all tokens, which caches nothing."""
+
+    def __init__(self, model):
+        self.model = model
+
+    @torch.no_grad()
+    def generate(self, request):
+        vocab = self.model.tok_embeddings.num_embeddings
+        transcript = batch.Transcript(request, slots=1, vocab=vocab, buffers=Buffers(CPU))
+        slot, lengths, ends = torch.tensor([0]), [], []
+        for number in range(request.num_rows):
+            prompt, row = request.prompts[number // request.group_size], torch.tensor([number])
+            transcript.begin([prompt], slots=[0])
+            count = end = 0
+            while not end and count < request.max_row_tokens:
+                tokens = torch.tensor([[*prompt, *transcript.tokens[number, :count].tolist()]])
+                last = row.new_tensor([count - 1]) if count else None
+                transcript.sample(self.model(tokens)[:, -1], numbers=row, last=last, slots=slot)
+                count += 1
+                (end,) = transcript.ends(row, counts=[count], begins=[0], unseen=1)
+            lengths.append(end or count)
+            ends.append(end)
+        return transcript.samples(lengths=lengths, truncated=[end == 0 for end in ends])
 
 
 def native(model, *, max_rows=None, **arguments) -> NativeEngine:
@@ -153,14 +176,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("known", [None, VOCAB - 23])
-@pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
 @pytest.mark.parametrize("options", [*OPTIONS.values(), {"temperature": 0.0}], ids=str)
 @torch.no_grad()
-def test_reported_logprobs_equal_recomputed_ones(options, engine, known):
+def test_reported_logprobs_equal_recomputed_ones(options, known):
     """Over all ids, and over those that are sampled: never what the tokenizer does not know."""
     model, prompts = build_policy("lora"), random_prompts([4, 7])
     asked = replace(request(prompts, **{"group_size": 3, **options}), vocab_size=known)
-    samples, params = ENGINES[engine](model).generate(asked), asked.params
+    samples, params = native(model, max_rows=3).generate(asked), asked.params
     names = [name for name in ("top_k", "top_p", "min_p") if name in options]
     for row, response in enumerate(responses(samples)):
         assert max(response) < (known or VOCAB)
@@ -297,7 +319,7 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options, monkeypatch
     options = {"group_size": 4, "stops": (STOP, 11, 30), "stop_strings": ("ab",), **options}
     options["decode"] = text_of
     global_state = torch.get_rng_state()
-    expected = sample(ENGINES["torchtune"](model), prompts, **options)
+    expected = sample(FullForward(model), prompts, **options)
     lengths = set(expected.lengths.tolist())
     assert len(lengths) > 3  # rows do end at different times
     assert max(lengths) == options.get("max_generated_tokens", 12)
@@ -471,7 +493,7 @@ def test_quantized_base(merge, kind, share, monkeypatch, caplog):
     needed = native(model, merge_adapters=merge)._ready()[0].copied_bytes
     monkeypatch.setattr(engines, "free_bytes", lambda device: 2 * share * needed)
     engine, prompts = native(model, max_rows=4, merge_adapters=merge), random_prompts([5, 3])
-    assert_same_samples(sample(engine, prompts), sample(ENGINES["torchtune"](model), prompts))
+    assert_same_samples(sample(engine, prompts), sample(FullForward(model), prompts))
     copied = sum(linear.copied_bytes for linear in engine._decoder.linears())
     assert 0.3 * min(share, 1) * needed <= copied <= min(share, 1) * needed
     assert ("made anew for every token, which is slow" in caplog.text) == (share < 1)
@@ -543,21 +565,17 @@ def test_every_token_to_train_on_was_sampled_with_its_own_logprob(name, monkeypa
         assert rows.completions[row].ended == (cut_off if rows.truncated[row] else stopped)
 
 
-def test_unknown_model_falls_back_to_torchtune(caplog):
-    model, prompt = randomize(gemma2(**SHAPE, head_dim=16)), [3, 1, 4]
-    with pytest.raises(ValueError, match="Gemma2Attention.*set rollout.engine to torchtune"):
-        native(model)
-    engine = make_engine(context(model))
-    assert "Gemma2Attention" in caplog.text
-    expected = greedy_by_full_forward(model, prompt, 12)
-    assert responses(sample(engine, [prompt], temperature=0.0)) == [expected] * 2
+def test_a_model_that_is_not_recognised_is_refused():
+    said = "native: cannot sample this model: .* is a Gemma2Attention. Set .*transformers_model"
+    with pytest.raises(ValueError, match=said):
+        make_engine(context(gemma2(**SHAPE, head_dim=16)))
 
 
 @pytest.mark.parametrize("min_new_tokens", [0, 6, 9])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tokens):
     model, prompts = build_policy(), random_prompts([5, 2, 9])
-    unstopped = sample(ENGINES["torchtune"](model), prompts, stops=())
+    unstopped = sample(FullForward(model), prompts, stops=())
     free = [text_of(row) for row in responses(unstopped)]
     stops = (free[1][7:10], free[3][13:16])  # across a token border, and one of them twice
     options = {"stop_strings": stops, "min_new_tokens": min_new_tokens, "decode": text_of}
@@ -577,14 +595,11 @@ def test_a_stop_string_may_overlap_the_one_before():
     assert [strings.end([0, 1, 0, 1, 0], start=start) for start in (0, 3)] == [3, 5]
 
 
-@pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
-def test_repetition_penalty_min_new_tokens_and_suppressed_tokens(engine):
-    model, prompts = build_policy(), random_prompts([6, 3])
+def test_repetition_penalty_min_new_tokens_and_suppressed_tokens():
+    engine, prompts = native(build_policy(), max_rows=3), random_prompts([6, 3])
 
     def greedy(*stops, **params):
-        return responses(
-            sample(ENGINES[engine](model), prompts, temperature=0.0, stops=stops, **params)
-        )
+        return responses(sample(engine, prompts, temperature=0.0, stops=stops, **params))
 
     plain = greedy()
     often = max(set(plain[0]), key=plain[0].count)
@@ -699,14 +714,13 @@ def test_interrupted_rollout_leaves_the_next_one_right():
     assert responses(sample(engine, prompts)) == expected
 
 
-@pytest.mark.parametrize("engine", [NativeEngine, TorchtuneEngine])
 @pytest.mark.parametrize("deadline", [0, 8])
-def test_deadline_cuts_rows_where_they_are(engine, deadline, monkeypatch):
+def test_deadline_cuts_rows_where_they_are(deadline, monkeypatch):
     model, prompts = build_policy(), random_prompts([5, 2, 9])
     whole = responses(sample(native(model, max_rows=3), prompts, stops=()))
     looks = itertools.count()  # a clock that ticks at every look
     monkeypatch.setattr("time.monotonic", lambda: next(looks))
-    cut = engine(context(model, max_rows=3, deadline=deadline or 1e-9))
+    cut = NativeEngine(context(model, max_rows=3, deadline=deadline or 1e-9))
     samples = sample(cut, prompts, stops=())
     assert samples.truncated.all()
     assert (samples.lengths.sum() > 0) == (deadline > 0) and samples.lengths.min() == 0
@@ -734,13 +748,12 @@ def test_non_finite_row_does_not_spread_to_later_rows():
     assert got[1:] == expected[1:]
 
 
-@pytest.mark.parametrize("engine", ["few_rows", "torchtune"])
-def test_progress_is_reported(engine, monkeypatch):
+def test_progress_is_reported(monkeypatch):
     monkeypatch.setattr(batch, "REPORT_SECONDS", -1.0)
     seen = []
     prompts = random_prompts([5, 2, 9])
     asked = request(prompts, stops=(), max_generated_tokens=6)
-    ENGINES[engine](build_policy()).generate(replace(asked, report=seen.append))
+    native(build_policy(), max_rows=3).generate(replace(asked, report=seen.append))
     assert [p.tokens for p in seen] == sorted(p.tokens for p in seen)
     assert all(p.live <= 3 and p.rows == 6 for p in seen)
     assert seen[-1].tokens == 36

@@ -173,7 +173,7 @@ def test_other_engines_are_refused_by_the_modules_that_they_sample(tmp_path):
     model = load(hf_folder("lfm2", tmp_path))
     for name in ("native", "transformers"):
         assert isinstance(engine_of(model, engine=name), TransformersEngine)
-    for settings in ("torchtune", "vllm", {"cuda_graphs": "never"}):
+    for settings in ("vllm", {"cuda_graphs": "never"}):
         with pytest.raises(ValueError, match=r"^rollout.engine=\w+: .* set it to transformers, "):
             engine_of(model, engine=settings)
     with pytest.raises(ValueError, match="^rollout.engine=transformers: .* set it to native, "):

@@ -17,9 +17,8 @@ from torchtune_grpo.config.text import ConfigError, noted
 from torchtune_grpo.models.kinds import kind_of
 from torchtune_grpo.rollout.decoder import unsupported_reason
 from torchtune_grpo.rollout.native import NativeEngine
-from torchtune_grpo.rollout.request import ONE_TURN, Capabilities, EngineContext, RolloutEngine
+from torchtune_grpo.rollout.request import Capabilities, EngineContext, RolloutEngine
 from torchtune_grpo.rollout.sampling import filters_in
-from torchtune_grpo.rollout.torchtune import TorchtuneEngine
 from torchtune_grpo.rollout.transformers import TransformersEngine
 from torchtune_grpo.rollout.vllm import VLLMEngine
 
@@ -27,7 +26,6 @@ log = utils.get_logger("INFO")
 
 # The shipped engines: ``rollout.engine: native`` names this module's ``native``.
 native = NativeEngine
-torchtune = TorchtuneEngine
 transformers = TransformersEngine
 vllm = VLLMEngine
 _SHIPPED = ("native", NativeEngine), ("transformers", TransformersEngine)
@@ -68,7 +66,10 @@ def check_engine(cfg: GRPOConfig) -> None:
     engine, can = engine_class(cfg.rollout), capabilities_of(cfg.rollout)
     problems: list[str] = []
     if cfg.has_environment and not can.turns:
-        problems.append(f"{_key(cfg.rollout)}: {ONE_TURN}")
+        problems.append(
+            f"{_key(cfg.rollout)}: samples responses of one turn, and an environment or a tool "
+            "needs several; set rollout.engine to native."
+        )
     changes = {"sampling": dict(cfg.sampling), "evaluation.sampling": cfg.evaluation.sampling}
     for section, values in changes.items() if not can.filters else ():
         problems += [
@@ -93,6 +94,12 @@ def engine_for(settings: RolloutConfig, model: nn.Module) -> type[RolloutEngine]
     """
     chosen, modules = engine_class(settings), kind_of(model).modules
     if modules in capabilities_of(settings).modules:
+        if chosen is NativeEngine and (reason := unsupported_reason(model)):
+            raise ConfigError(
+                f"{_key(settings)}: cannot sample this model: {reason}. Set model._component_ to "
+                "torchtune_grpo.models.transformers_model, or rollout.engine to a class of your "
+                "own (docs/extending.md#an-engine)."
+            )
         return chosen
     name, engine = next((n, e) for n, e in _SHIPPED if modules in e.capabilities().modules)
     if chosen is not NativeEngine or arguments_of(settings.engine):
@@ -104,13 +111,10 @@ def engine_for(settings: RolloutConfig, model: nn.Module) -> type[RolloutEngine]
 
 
 def make_engine(context: EngineContext) -> RolloutEngine:
-    """Make the config's engine, or another for a model that the native one cannot run."""
+    """Make the config's engine, or the one that samples transformers' modules."""
     settings = context.settings
-    if (chosen := engine_for(settings, context.model)) is TransformersEngine:
+    if engine_for(settings, context.model) is TransformersEngine:
         return TransformersEngine(context)
-    if chosen is NativeEngine and (reason := unsupported_reason(context.model)):
-        log.warning(f"rollout.engine=native: {reason}; generating with torchtune's own modules.")
-        return TorchtuneEngine(context)
     if not capabilities_of(settings).reproducible:
         log.warning(
             f"{_key(settings)}: its samples are not reproducible, so a resumed or repeated run "

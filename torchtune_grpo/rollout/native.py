@@ -18,7 +18,7 @@ from torchtune_grpo.machine.device import free_bytes, multiplies_bf16
 from torchtune_grpo.machine.parallel import gathered
 from torchtune_grpo.rollout.batch import GroupRollout
 from torchtune_grpo.rollout.cache import CacheSize, GroupCache, padded_rows
-from torchtune_grpo.rollout.decoder import NativeDecoder, unsupported_reason
+from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs
 from torchtune_grpo.rollout.request import (
     Capabilities,
@@ -55,9 +55,6 @@ class NativeEngine(RolloutEngine):
         cuda_graphs: Literal["auto", "never"] = "auto",
         reply_steps: PositiveInt | None = REPLY_STEPS,
     ) -> None:
-        reason = unsupported_reason(context.model)
-        if reason is not None:
-            raise ValueError(f"rollout.engine=native: {reason}; set rollout.engine to torchtune.")
         self._model, self._settings = context.model, context.settings
         self._device, self._bytes_to_come = context.device, context.bytes_to_come
         self._update_bytes = context.update_bytes

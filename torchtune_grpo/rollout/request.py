@@ -130,7 +130,6 @@ class EngineContext:
     model: TransformerDecoder
     settings: RolloutConfig
     device: torch.device
-    is_sharded: bool = False  # whether it will be sharded
     bytes_to_come: Callable[[], int] = lambda: 0
     update_bytes: Callable[[], int | None] = lambda: None
     model_dir: str = ""
@@ -181,12 +180,6 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Give back all that it holds, such as memory and processes of its own."""
         return None
-
-
-ONE_TURN = (
-    "samples responses of one turn, and an environment or a tool needs several; set "
-    "rollout.engine to native."
-)
 
 
 def explained_by_rounding(dtype: torch.dtype) -> tuple[str, float]:
