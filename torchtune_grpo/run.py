@@ -60,7 +60,7 @@ from torchtune_grpo.rollout.engine import add_wishes, check_engine, make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutEngine
 from torchtune_grpo.training.checks import check_model, check_prompts
 from torchtune_grpo.training.dynamic_sampling import Rounds
-from torchtune_grpo.training.memory import choose_passes, pass_bytes, tokens_at_once
+from torchtune_grpo.training.memory import choose_passes
 from torchtune_grpo.training.optimizer import PolicyOptimizer, training_bytes
 from torchtune_grpo.training.parts import Parts
 from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, should_shard
@@ -431,7 +431,6 @@ class Run:
             self.cfg.rollout,
             self.device,
             bytes_to_come=self._bytes_to_come,
-            update_bytes=self._update_bytes,
             model_dir=self.cfg.checkpointer.checkpoint_dir,
         )
         self._engine = make_engine(context)
@@ -446,22 +445,10 @@ class Run:
         """Return the bytes of device memory that training will still take, if there is any."""
         return 0 if self._optimizer is None else self._optimizer.bytes_to_come(self.device)
 
-    def _update_bytes(self) -> int | None:
-        """Return what an update takes at most, once one has been; None where it is not known."""
-        if self._optimizer is None or not self._optimizer.optimizer.state or not self._fits_by_card:
-            return None
-        tokens = tokens_at_once(self.cfg, longest=self._longest_row)
-        recompute = bool(self.cfg.enable_activation_checkpointing)
-        return pass_bytes(self.empty_model, tokens=tokens, recompute=recompute)
-
     @property
     def _fits_by_card(self) -> bool:
         """Whether the device has memory of its own, and holds the whole model."""
         return self.device.type == "cuda" and not self.is_sharded
-
-    @property
-    def _longest_row(self) -> int:
-        return self._longest_prompt + self.cfg.max_response_tokens
 
     def _choose_passes(self, policy: TransformerDecoder) -> GRPOConfig:
         """Return the config with what fits beside the models where it says auto."""
@@ -469,7 +456,8 @@ class Run:
         if self._fits_by_card:
             own = free_bytes(self.device) - training_bytes(self.cfg.optimizer, policy.parameters())
             free = min(parallel.gather_over_ranks(own))
-        return choose_passes(self.cfg, policy, longest=self._longest_row, free=free)
+        longest = self._longest_prompt + self.cfg.max_response_tokens
+        return choose_passes(self.cfg, policy, longest=longest, free=free)
 
     def load_engine(self, checkpoint: Path | None) -> RolloutEngine:
         """Make the engine with a checkpoint's weights, and print which; None = before training."""

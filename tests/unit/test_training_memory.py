@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from common import random_prompts, request_of
 from fake_cuda import CUDA, fake_cuda
 from policies import LORA, build_policy
 from torch import nn
@@ -12,10 +11,7 @@ from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.models.layers import attend_in_segments
-from torchtune_grpo.rollout import native
-from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.run import Run
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.memory import choose_passes, pass_bytes
@@ -138,20 +134,3 @@ def test_a_run_takes_what_fits_its_card(name, device, monkeypatch):
     assert found == ((4, True) if device == CPU else (rows, recompute))
     wrapped = any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
     assert wrapped == found[1]
-
-
-def test_rollouts_after_the_first_update_take_what_it_leaves(monkeypatch):
-    known: list[int] = []
-    model, asked = build_policy(), request_of(random_prompts([5] * 8, 30), new_tokens=9, group=2)
-    context = EngineContext(
-        model, RolloutConfig(), CPU, update_bytes=lambda: known[0] if known else None
-    )
-    engine = native.NativeEngine(context)
-    monkeypatch.setattr(native, "free_bytes", lambda device: 2**40)
-    free = round(engine.cache_bytes(asked, rows=16) / 0.6)
-    monkeypatch.setattr(native, "free_bytes", lambda device: free)
-    assert 1 < engine.rows_at_once(asked) < 16
-    known.append(free // 10)
-    assert engine.rows_at_once(asked) == 16 == asked.num_rows
-    known[0] = free  # it is asked once
-    assert engine.rows_at_once(asked) == 16

@@ -33,7 +33,6 @@ log = utils.get_logger("INFO")
 
 Merge = Literal["auto", "always", "never"]
 
-SHARE_OF_THE_REST = 0.85  # of what an update leaves; the allocator cannot use all of it
 REPLY_STEPS = 16  # a fast tool answers within so many
 MEMORY_SHARE = 0.4  # share of free memory for a rollout; the update's activations need the rest
 
@@ -57,7 +56,6 @@ class NativeEngine(RolloutEngine):
     ) -> None:
         self._model, self._settings = context.model, context.settings
         self._device, self._bytes_to_come = context.device, context.bytes_to_come
-        self._update_bytes = context.update_bytes
         self._merge_adapters = merge_adapters
         # With a deadline time decides, anyway.
         self._reply_steps = reply_steps if context.settings.deadline is None else None
@@ -66,7 +64,6 @@ class NativeEngine(RolloutEngine):
             self._graphs = StepGraphs(CudaRecorder())
         self._buffers = Buffers(self._device)
         self._budget: int | None = None
-        self._knows_update = False  # whether the budget is what an update leaves
         self._decoder: NativeDecoder | None = None
         self._cache: GroupCache | None = None
 
@@ -80,19 +77,13 @@ class NativeEngine(RolloutEngine):
         """Return the number of rows of a request that are sampled at once.
 
         Without ``max_rows`` it is what fits into a share of the memory that was free at the first
-        call, less what training will take; after the first update, into what an update leaves, if
-        that is more. So nearly all rollouts of a run are split the same way.
+        call, less what training will take. So the rollouts of a run are split the same way.
         """
         rows = request.num_rows
         if self._settings.max_rows is not None:
             return min(self._settings.max_rows, rows)
         if self._budget is None:
             self._budget = round(MEMORY_SHARE * self._free())
-        if not self._knows_update and (update := self._update_bytes()) is not None:
-            held = sum(x.nbytes for x in self._cache.tensors()) if self._cache else 0
-            left = self._free() + held - update
-            self._budget = max(self._budget, round(SHARE_OF_THE_REST * left))
-            self._knows_update = True
         fits = bisect_right(
             range(1, rows + 1), self._budget, key=lambda r: self.cache_bytes(request, rows=r)
         )

@@ -123,15 +123,13 @@ class EngineContext:
 
     The model is neither compiled nor sharded yet. Its weights may be on another device than
     ``device``, where to compute. ``bytes_to_come`` tells at any time how much of the memory that
-    is free there training is going to take; ``update_bytes``, after the first update and if it is
-    known, what an update's passes take. ``model_dir`` holds the model's ``config.json``.
+    is free there training is going to take. ``model_dir`` holds the model's ``config.json``.
     """
 
     model: TransformerDecoder
     settings: RolloutConfig
     device: torch.device
     bytes_to_come: Callable[[], int] = lambda: 0
-    update_bytes: Callable[[], int | None] = lambda: None
     model_dir: str = ""
 
 
