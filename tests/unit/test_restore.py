@@ -10,7 +10,6 @@ from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 from torchtune_grpo.checkpoint.resume import (
     FIXED,
     changed_keys,
-    edited_code,
     optimizer_state,
     refuse_changes,
     restore_optimizer,
@@ -92,21 +91,6 @@ def test_another_order_of_mixed_data_is_refused(tmp_path):
     check(mixed("a", "b"), mixed("a", "b"))
     with pytest.raises(ValueError, match="datasets in order=b, a: .* was made with a, b"):
         check(mixed("a", "b"), mixed("b", "a"))
-
-
-def test_edited_code_of_rewards_and_environments_is_named_and_allowed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    files = {name: tmp_path / f"{name}.py" for name in ("own_reward", "own_env", "own_loss")}
-    keys = ["rewards.0._component_=own_reward.f", "environment=own_env.Game"]
-    for file in files.values():
-        file.write_text("def f(completions, **columns): return [0.0] * len(completions)")
-    old = config_of(tmp_path, *keys)
-    for file in files.values():
-        file.write_text(f"{file.read_text()}\n")
-    new = config_of(tmp_path, *keys)
-    check(old, new)
-    assert edited_code(old, new) == ["own_env.py", "own_reward.py"]
-    assert edited_code({}, new) == []  # 0.2 noted none
 
 
 REFUSED = {

@@ -118,11 +118,7 @@ class Checkpoints:
         old, new = _config_of(checkpoint), self._run_config
         remedy = "start afresh with resume_from_checkpoint=False"
         resume.refuse_changes(old, new, resume.FIXED, checkpoint=checkpoint, remedy=remedy)
-        if edited := resume.edited_code(old, new):
-            log.warning(f"Edited since {checkpoint}: {', '.join(edited)}.")
-        changed = resume.changed_keys(old, new)
-        changed = {key: value for key, value in changed.items() if not key.startswith(resume.CODE)}
-        if changed:
+        if changed := resume.changed_keys(old, new):
             lines = [f"{key} {was} -> {now}" for key, (was, now) in changed.items()]
             log.info(f"Changed since {checkpoint}: {', '.join(lines)}.")
         step, num_steps = files.step_of(checkpoint), self._cfg.num_steps

@@ -9,9 +9,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from glob import glob, has_magic
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,6 @@ from torchtune_grpo.models.adapter import adapter_files
 from torchtune_grpo.monitor.record import versions
 from torchtune_grpo.training.optimizer import MASTER
 
-CODE = "code of "  # what the keys of users' files begin with
-_PACKAGE = Path(__file__).parents[1]
 # Keys without which a checkpoint's policy cannot be loaded or read
 POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
 # Keys that a resumed run must keep: the policy, where training started, and the order of prompts.
@@ -69,28 +65,7 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     for key, value in flat(values).items():
         if value is not None:
             result |= _identity(key, value) if _is_fixed(key, FIXED) else {key: _hidden(key, value)}
-        if key.endswith("._component_") or key.startswith("tools"):
-            result |= _code(key, value)
     return result
-
-
-def _code(key: str, dotpath: object) -> dict[str, str]:
-    """Return the digest of the user's file in which a reward, an environment or a tool is."""
-    module = str(dotpath).rpartition(".")[0]
-    if not _is_below(key, ("rewards", "environment", "tools")) or not module:
-        return {}
-    with suppress(ImportError, ValueError):
-        spec = find_spec(module)
-        if spec is not None and spec.origin and "site-packages" not in spec.origin:
-            file = Path(spec.origin)
-            if not file.is_relative_to(_PACKAGE) and file.is_file():
-                return {f"{CODE}{file.name}": f"sha256 {sha256_of(file)[:16]}"}
-    return {}
-
-
-def edited_code(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Return the names of the user's files whose text differs."""
-    return [key.removeprefix(CODE) for key in changed_keys(old, new) if key.startswith(CODE)]
 
 
 def changed_keys(
