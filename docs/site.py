@@ -50,7 +50,6 @@ CLASSES = {  # what a config or a script of one's own names
         "rewards.CodeReward",
         "rewards.ProgramReward",
         "rewards.ReasoningGymReward",
-        "rewards.CosineLengthReward",
         "rewards.OverlongPenalty",
         "rewards.RepetitionPenalty",
         "rewards.RewardScores",

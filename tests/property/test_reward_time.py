@@ -90,13 +90,12 @@ AROUND_MATH += [("<answer>7</answer>", ""), (r"\boxed{", ""), ("#### ", ""), ("T
 COLUMNS = {"answer": ["7"], "entry_point": ["f"], "test": ["assert f() == 1"]}
 COLUMNS |= {"tests": [{"inputs": ["1"], "outputs": ["1"]}]}
 NAMES = """
-math_correctness_reward last_number_reward math_format_reward math_number_reward math_tag_reward
+math_correctness_reward last_number_reward math_format_reward math_number_reward
 code_format_reward CodeReward ProgramReward SymbolicMathReward RepetitionPenalty choice_reward
 short_text_reward
 """.split()
 # Of each shipped reward, its arguments.
 REWARDS = dict.fromkeys(NAMES, {}) | {
-    "CosineLengthReward": {"max_length": 9},
     "OverlongPenalty": {"max_length": 9, "cache": 3},
 }
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_grpo.rewards import (
-    CosineLengthReward,
     OverlongPenalty,
     RepetitionPenalty,
     Reward,
@@ -16,7 +15,6 @@ from torchtune_grpo.rewards import (
     math_correctness_reward,
     math_format_reward,
     math_number_reward,
-    math_tag_reward,
 )
 
 GOLD = "12"
@@ -34,7 +32,7 @@ def score_one(reward, text, **columns):
 
 def make_set(*, total_weight=0.99):
     """All shaping at once, at the largest weights that are allowed."""
-    shaping = [math_format_reward, math_tag_reward, math_number_reward]
+    shaping = [math_format_reward, math_number_reward]
     shaping += [OverlongPenalty(max_length=8, cache=4), RepetitionPenalty(ngram=2)]
     weight = total_weight / len(shaping)
     rewards = [Reward(function.__name__, function, weight) for function in shaping]
@@ -60,16 +58,13 @@ def test_no_wrong_answer_is_paid_like_a_right_one(rows):
 
 def test_weights_with_which_shaping_would_win_are_refused():
     make_set(total_weight=0.99)
-    with pytest.raises(ValueError, match=r"together .*_reward 0.2, .* right answer .*\(1\)"):
+    with pytest.raises(ValueError, match=r"together .*_reward 0.25, .* right answer .*\(1\)"):
         make_set(total_weight=1.0)
     correctness = Reward("c", math_correctness_reward, weight=2.0)
     RewardSet([correctness, Reward("f", math_format_reward, weight=1.5)])
     with pytest.raises(ValueError, match="together f 3 can outweigh"):
         RewardSet([correctness, Reward("f", math_format_reward, weight=-3.0)])
     RewardSet([Reward("f", math_format_reward, weight=3.0)])  # nothing that decides
-    cosine = CosineLengthReward(max_length=5, correct=(1.0, 0.6), wrong=(0.2, 0.5))
-    with pytest.raises(ValueError, match="together f 0.2"):
-        RewardSet([Reward("c", cosine), Reward("f", math_format_reward, weight=0.2)])
     node = {"_component_": "torchtune_grpo.rewards.math_correctness_reward", "isolation": "process"}
     format_node = {"_component_": "torchtune_grpo.rewards.math_format_reward", "weight": 1.0}
     with pytest.raises(ValueError, match="together math_format_reward 1"):
@@ -77,19 +72,17 @@ def test_weights_with_which_shaping_would_win_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "tags", "number"),
+    ("text", "number"),
     [
-        ("<think>a</think> <answer>13", 0.75, 0.0),
-        ("a</think> <answer>12 or 13</answer>", 0.75, 0.0),
-        ("<answer>12</answer>", 0.5, 1.0),
-        ("<answer>12</answer><think>a</think>", 0.0, 0.0),
-        ("<think><think>a</think><answer>1</answer>", 0.75, 1.0),
-        ("<think>" * 5 + "</think>" * 5, 0.0, 0.0),
-        ("<answer>12</answer><answer>13</answer>", 0.0, 0.0),
+        ("<think>a</think> <answer>13", 0.0),
+        ("a</think> <answer>12 or 13</answer>", 0.0),
+        ("<answer>12</answer>", 1.0),
+        ("<answer>12</answer><think>a</think>", 0.0),
+        ("<think><think>a</think><answer>1</answer>", 1.0),
+        ("<answer>12</answer><answer>13</answer>", 0.0),
     ],
 )
-def test_tags_and_number_by_hand(text, tags, number):
-    assert score_one(math_tag_reward, text) == tags
+def test_numbers_by_hand(text, number):
     assert score_one(math_number_reward, text) == number
 
 
@@ -101,23 +94,11 @@ def test_overlong_penalty_by_hand():
     assert values == [0, 0, -0.25, -0.5, -1, -1, -1]
 
 
-def test_cosine_by_hand():
-    reward = CosineLengthReward(max_length=100, correct=[1.0, 0.5], wrong=[-1.0, -0.5])
-    for text, expected in (("12", (1.0, 0.75, 0.5, 0.5)), ("13", (-1.0, -0.75, -0.5, -0.5))):
-        values = [
-            score_one(reward, f"<answer>{text}</answer>", answer=["12"], completion_ids=[range(n)])
-            for n in (0, 50, 100, 1000)
-        ]
-        assert values == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: OverlongPenalty(max_length=10, cache=11), "cache=11: .*max_length=10"),
         (lambda: RepetitionPenalty(ngram=0), "ngram=0: "),
-        (lambda: CosineLengthReward(max_length=0), "max_length=0: "),
-        (lambda: CosineLengthReward(max_length=9, wrong=(0, 0.5)), "wrong=.*correct=.*: give"),
     ],
 )
 def test_settings_are_checked(build, message):

@@ -17,7 +17,6 @@ from torchtune_grpo.rewards import RewardSet
 SHIPPED = "torchtune_grpo.rewards."
 MATH = SHIPPED + "math_correctness_reward"
 MATH_NODE = {"_component_": MATH}
-COSINE = {"_component_": SHIPPED + "CosineLengthReward", "max_length": 9}
 SYMBOLIC = {"_component_": SHIPPED + "SymbolicMathReward"}
 CODE = {"_component_": SHIPPED + "CodeReward"}
 CODE_ROW = {
@@ -103,8 +102,6 @@ def test_one_error_names_the_first_rows_and_the_remedy() -> None:
     assert said is not None and said.startswith(expected) and len(said) < 900 and "\n" not in said
     assert "eval_dataset.columns" in said
     assert said == fault({**node, "isolation": "process"}, *rows, key="eval_dataset")
-    cosine = fault({**COSINE, "name": "right", "isolation": "process"}, *rows, key="eval_dataset")
-    assert said == cosine
 
 
 def test_a_worked_answer_or_a_missing_column_names_the_data_set() -> None:
@@ -197,7 +194,7 @@ def test_rows_without_a_gold_are_left_out_unless_they_are_the_most(
     rows = [{"prompt": prompt, "answer": gold} for prompt, gold in golds.items()]
     data = RLDataset(llama3_tokenizer, rows=rows, chat=False, max_prompt_tokens=8)
     with caplog.at_level(logging.INFO):
-        RewardSet.from_config([MATH_NODE, COSINE]).check_data(data, key="dataset")
+        RewardSet.from_config([MATH_NODE]).check_data(data, key="dataset")
     assert [*data.row_numbers] == [1, 4]
     assert [(item["index"], item["prompt"].text) for item in data] == [(0, "b"), (1, "e")]
     assert caplog.messages[1:] == [

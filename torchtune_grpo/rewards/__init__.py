@@ -19,18 +19,15 @@ from torchtune_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.score import Decider, RewardFailure, RewardScores, RewardSet
 from torchtune_grpo.rewards.shaping import (
-    CosineLengthReward,
     OverlongPenalty,
     RepetitionPenalty,
     math_number_reward,
-    math_tag_reward,
 )
 from torchtune_grpo.rewards.short_answers import choice_reward, short_text_reward
 from torchtune_grpo.rewards.symbolic import SymbolicMathReward
 
 __all__ = [
     "CodeReward",
-    "CosineLengthReward",
     "JudgeReward",
     "OverlongPenalty",
     "ProgramReward",
@@ -53,6 +50,5 @@ __all__ = [
     "math_format_holds",
     "math_format_reward",
     "math_number_reward",
-    "math_tag_reward",
     "short_text_reward",
 ]

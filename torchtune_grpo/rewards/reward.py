@@ -47,9 +47,8 @@ class Reward:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
         reads = getattr(declared, "reads", None)
         self.format = self.format or (reads if reads in get_args(Format) else None)
-        # Whether it tells right answers from wrong ones, and the least gap between their scores.
+        # Whether it tells right answers from wrong ones: they score at least 1 more.
         self.decides: bool = getattr(declared, "decides", False)
-        self.reward_gap: float = getattr(declared, "reward_gap", 1.0)
         # Its lowest and its highest value.
         self.reward_range: tuple[float, float] | None = getattr(declared, "reward_range", None)
         # One row's columns -> what is wrong with them; rows -> the same by position, if tried.

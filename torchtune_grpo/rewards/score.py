@@ -336,20 +336,20 @@ class RewardSet:
 def _check_shaping(rewards: Sequence[Reward]) -> None:
     """Check that shaping cannot give a wrong answer as much as a right one.
 
-    A reward that ``decides`` gives a right answer at least its ``reward_gap`` more than a wrong
-    one; one with a ``reward_range`` can favour a wrong answer by at most the width of that range.
+    A reward that ``decides`` gives a right answer at least 1 more than a wrong one; one with a
+    ``reward_range`` can favour a wrong answer by at most the width of that range.
     """
     for only in (reward.only for reward in rewards):  # of rows, those that it names
         scoring = [reward for reward in rewards if reward.only in ({}, only)]
         deciding = [reward for reward in scoring if reward.decides and reward.weight]
-        gap = sum(reward.weight * reward.reward_gap for reward in deciding)
+        gap = sum(reward.weight for reward in deciding)
         spans = {
             reward.name: abs(reward.weight) * (reward.reward_range[1] - reward.reward_range[0])
             for reward in scoring
             if reward.reward_range
         }
         for reward in deciding:
-            if reward.weight * reward.reward_gap < 0:
+            if reward.weight < 0:
                 key = f"rewards.{rewards.index(reward)}.weight={reward.weight:g}"
                 raise ValueError(f"{key}: wrong answers would score above right ones.")
         if deciding and sum(spans.values()) >= gap:

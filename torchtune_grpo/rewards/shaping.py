@@ -6,23 +6,8 @@ answer as much as a right one.
 
 from __future__ import annotations
 
-import math
-
-from torchtune_grpo.rewards.math import TAGS, grade_math_answer, located_value, math_gold_fault
+from torchtune_grpo.rewards.math import located_value
 from torchtune_grpo.rewards.reward import declares
-
-
-@declares(reads="text", reward_range=(0.0, 1.0))
-def math_tag_reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """Give partial credit for the format: a quarter for each of the four tags.
-
-    A tag counts if it occurs exactly once. If these tags are in the wrong order, none counts.
-    """
-    scores = []
-    for text in completions:
-        found = [text.index(tag) for tag in TAGS if text.count(tag) == 1]
-        scores.append(len(found) / len(TAGS) if found == sorted(found) else 0.0)
-    return scores
 
 
 @declares(reads="text", reward_range=(0.0, 1.0))
@@ -84,53 +69,4 @@ class RepetitionPenalty:
             words = text.lower().split()
             grams = [*zip(*(words[start:] for start in range(self._ngram)))]
             scores.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
-        return scores
-
-
-class CosineLengthReward:
-    """Correctness that falls with length along half a cosine (Yeo et al. 2025, arXiv:2502.03373).
-
-    A right answer scores most when it is short, and a wrong one least, so that a model that cannot
-    solve a problem yet may think longer. Use it in place of ``math_correctness_reward``, or beside
-    it as a bonus. ``correct`` and ``wrong`` are the scores of answers of length 0 and of
-    ``max_length`` tokens, usually ``${max_generated_tokens}``.
-    """
-
-    __name__ = "cosine_length_reward"
-    reads = "text"
-    decides = True
-    check_row = staticmethod(math_gold_fault)
-
-    def __init__(
-        self,
-        *,
-        max_length: int,
-        correct: list[float] | tuple[float, float] = (1.0, 0.5),
-        wrong: list[float] | tuple[float, float] = (-1.0, -0.5),
-    ) -> None:
-        if max_length < 1:
-            raise ValueError(f"max_length={max_length}: give 1 or more tokens.")
-        if max(wrong) >= min(correct):
-            raise ValueError(
-                f"wrong={list(wrong)}, correct={list(correct)}: give wrong answers less than right."
-            )
-        self._max_length = max_length
-        self._correct, self._wrong = tuple(correct), tuple(wrong)
-        self.reward_gap = min(correct) - max(wrong)
-
-    def __call__(
-        self,
-        prompts: list[str],
-        completions: list[str],
-        *,
-        answer: list[str | int | float],
-        completion_ids: list[list[int]],
-        **columns: object,
-    ) -> list[float]:
-        """Return N numbers within ``correct`` or ``wrong``."""
-        scores = []
-        for text, gold, tokens in zip(completions, answer, completion_ids, strict=True):
-            first, last = self._correct if grade_math_answer(text, gold) else self._wrong
-            progress = min(len(tokens) / self._max_length, 1.0)
-            scores.append(last + (first - last) * (1 + math.cos(math.pi * progress)) / 2)
         return scores
