@@ -1,13 +1,10 @@
 """Environments and tools as people write them, which other processes import."""
 
 import asyncio
-import contextlib
-import io
 import os
 import random
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,21 +13,6 @@ from decimal import Decimal
 from pathlib import Path
 
 # --- Tools -----------------------------------------------------------------------------------
-
-
-def run_python(code: str) -> str:
-    """
-    Runs Python code, and returns what it prints.
-
-    Args:
-        code: The code.
-    """
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        for line in code.split(";"):
-            exec(line)
-            time.sleep(0.02)  # others' turn
-    return printed.getvalue()
 
 
 class Timeout(Exception):
@@ -88,33 +70,6 @@ def get_reward() -> str:
 # --- Environments ----------------------------------------------------------------------------
 
 
-class Database:
-    """A client of sqlite, whose connections work in the thread that made them."""
-
-    def __init__(self):
-        self.connection = sqlite3.connect(":memory:")
-        self.connection.execute("create table books (title text, year int)")
-
-    def reset(self, **row):
-        self.connection.execute("delete from books")
-        self.connection.execute("insert into books values ('Emma', 1815), ('Persuasion', 1817)")
-        self.found = 0
-
-    def query(self, sql: str) -> list:
-        """
-        Queries the database.
-
-        Args:
-            sql: The query.
-        """
-        rows = self.connection.execute(sql).fetchall()
-        self.found += len(rows)
-        return rows
-
-    def get_reward(self) -> float:
-        return self.found / self.connection.execute("select count(*) from books").fetchone()[0]
-
-
 class OfItsThread:
     """Keeps what belongs to a thread, or is global, from one call to the next."""
 
@@ -144,16 +99,6 @@ class OldLoop:
     def step(self, text):
         asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
         return None, 1.0, True
-
-
-class Greedy:
-    """Takes what it is given for itself."""
-
-    def reset(self, deck, **row):
-        self.hand = [deck.pop(), deck.pop()]
-
-    def step(self, text):
-        return None, float(sum(self.hand)), True
 
 
 class Scored:

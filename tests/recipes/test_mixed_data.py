@@ -5,9 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from runs import RECIPE, distance, run, run_ranks, tune, untimed, weights
-from safetensors.torch import load_file
 
 from torchtune_grpo.monitor.record import read
 
@@ -93,16 +91,10 @@ def test_a_step_has_the_shares_of_the_weights_and_each_row_its_own_reward(folder
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_in_the_same_weights_and_refuses_other_rows(folder):
-    once = (folder / "out/step_000003").rename(folder / "once")
+def test_a_resumed_run_refuses_other_weights_and_rows(folder):
     command = ["run", RECIPE, "--config", "mixed.yaml", "resume_from_checkpoint=True"]
     refused = tune(*command, "dataset.datasets.sums.weight=1", cwd=folder, check=False)
     assert "dataset.datasets.sums.weight=1: " in refused.err and refused.code
-    tune(*command, cwd=folder)
-    was, now = (
-        load_file(each / "model.safetensors") for each in (once, folder / "out/step_000003")
-    )
-    assert was.keys() == now.keys() and all(torch.equal(was[name], now[name]) for name in was)
     file = folder / "talks.jsonl.gz"
     rows = file.read_bytes()
     file.write_bytes(gzip.compress(gzip.decompress(rows).replace(b"more", b"less")))

@@ -1,7 +1,17 @@
 """Runs with an environment repeat themselves to the last bit, whenever its replies come."""
 
 import pytest
-from runs import RECIPE, completions, distance, run_ranks, steps_of, tune, untimed, weights
+from runs import (
+    RECIPE,
+    completions,
+    distance,
+    metrics,
+    run_ranks,
+    steps_of,
+    tune,
+    untimed,
+    weights,
+)
 
 # Each step takes another time in each run, up to about ten decoding steps.
 ENVIRONMENT = """
@@ -51,7 +61,20 @@ def test_a_run_and_one_that_is_resumed_are_the_same(ranks, options, tmp_path):
     train(TWO, "num_steps=1")
     train(TWO, "num_steps=2", "resume_from_checkpoint=True")
     one, two = tmp_path / ONE, tmp_path / TWO
-    assert all(step["environment/turns"] > 1.2 for step in steps_of(one))
+    check_record(one)
     assert completions(one) == completions(two)
     assert untimed(one) == untimed(two)
     assert distance(weights(one / "step_000002"), weights(two / "step_000002")) == 0
+
+
+def check_record(folder):
+    """Its metrics, those of its evaluations, its conversations and its page."""
+    steps = steps_of(folder)
+    assert all(step["environment/turns"] > 1.2 for step in steps)
+    shares = [value for name, value in steps[0].items() if name.startswith("environment/ended/")]
+    assert len(shares) == 7 and sum(shares) == pytest.approx(1)
+    assert "rewards/Slow/mean" in steps[0]
+    assert any("eval/Slow" in event or "eval/accuracy" in event for event in metrics(folder))
+    roles = [[turn["role"] for turn in row["messages"][:3]] for row in completions(folder)]
+    assert ["assistant", "user", "assistant"] in roles
+    assert "[user] " in (folder / "run.html").read_text()

@@ -116,14 +116,6 @@ def test_what_cannot_be_handed_over_is_refused():
 # --- What works in a script ------------------------------------------------------------------
 
 
-def test_tools_that_redirect_stdout_print_into_their_own_answers(qwen):
-    codes = [f"print({n});print({n} + 1)" for n in range(8)]
-    talks = [[use("run_python", code=code), "So." + END] for code in codes]
-    rows, _ = play(qwen, talks, tools=["hosted.run_python"])
-    found = [results(talk) for talk in rows.completions]
-    assert found == [[f"{n}\n{n + 1}\n"] for n in range(8)]
-
-
 @pytest.mark.slow
 def test_a_tool_with_a_limit_by_sigalrm(qwen):
     codes = ["result = 6 * 7", "while True: pass", "result = sum(range(10))"] * 2
@@ -131,16 +123,6 @@ def test_a_tool_with_a_limit_by_sigalrm(qwen):
     rows, _ = play(qwen, talks, tools=["hosted.run_with_limit"])
     found = [results(talk)[0] for talk in rows.completions]
     assert found == ["42", "time is over", "45"] * 2
-
-
-def test_a_client_of_sqlite_keeps_its_connection(qwen):
-    queries = ["select title from books where year > 1816", "select * from books", "select"]
-    talks = [[use("query", sql=sql), "So." + END] for sql in queries]
-    rows, scores = play(qwen, talks, **node("Database"))
-    found = [results(talk)[0] for talk in rows.completions]
-    assert found[:2] == ["[('Persuasion',)]", "[('Emma', 1815), ('Persuasion', 1817)]"]
-    assert "incomplete input" in found[2]
-    assert scores.of("Database").tolist() == [0.5, 1, 0]
 
 
 def test_what_belongs_to_a_thread_and_what_is_global_stay_from_call_to_call(qwen):
@@ -180,21 +162,6 @@ def test_an_async_tool_that_exits_fails_no_later_call(qwen):
         ended = [talk.ended for talk in rows.completions]
         assert ended == ["answered", "tool_failed", "answered"]
         assert results(rows.completions[0]) == ["fine"] * 2
-
-
-def test_a_row_is_handed_over_in_copies(qwen):
-    rows = [HI | {"deck": [1, 2, 3, 4]}]
-    decks = []
-
-    def reward(deck, **columns):
-        decks.extend(map(list, deck))
-        return [0.0] * len(deck)
-
-    _, scores = play(
-        qwen, [TALK] * 3, rows=rows, rewards=[Reward("decks", reward)], **node("Greedy")
-    )
-    assert scores.of("Greedy").tolist() == [7] * 3
-    assert decks == [[1, 2, 3, 4]] * 3 and rows[0]["deck"] == [1, 2, 3, 4]
 
 
 def test_rewards_get_methods_and_the_values_of_attributes(qwen):
@@ -404,14 +371,6 @@ def children_of(folder):
     """The processes that environments have started."""
     names = [name for name in os.listdir(folder) if name.startswith("child")]
     return [int(name.partition("-")[2]) for name in names]
-
-
-def test_close_is_called_and_what_was_started_ends_with_it(qwen, tmp_path):
-    play(qwen, [TALK] * 4, **node("Logged", folder=str(tmp_path), max_turns=2))
-    children = children_of(tmp_path)
-    closed = {f"closed-{child}" for child in children}
-    assert len(children) == 4 and closed <= {*os.listdir(tmp_path)}
-    assert not any(map(psutil.pid_exists, children))
 
 
 def test_a_step_in_progress_may_end_before_close(tmp_path):
