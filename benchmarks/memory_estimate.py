@@ -55,13 +55,13 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.loss import make_loss
 from torchtune_grpo.models import layers
 from torchtune_grpo.models.layers import attend_in_segments, standardize
-from torchtune_grpo.rollout import vllm
 from torchtune_grpo.rollout.batch import PREFILL_TOKENS
 from torchtune_grpo.rollout.cache import GroupCache, padded_rows
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.engine import engine_class
 from torchtune_grpo.rollout.native import MEMORY_SHARE, NativeEngine
 from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
+from torchtune_grpo.rollout.vllm import engine as vllm
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.logprobs import default_chunk_bytes
 from torchtune_grpo.training.memory import choose_passes
@@ -232,7 +232,7 @@ def vllm_bytes(
     size = model.tok_embeddings.weight.dtype.itemsize
     cache = vllm.cache_bytes(
         model,
-        rows,
+        rows if not cfg.has_environment else 2 * rows,
         longest=cfg.dataset.max_prompt_tokens + cfg.max_generated_tokens,
         most=min(arguments.get("max_model_len", vllm.MAX_MODEL_LEN), model.max_seq_len),
         room=arguments.get("memory_share", vllm.MEMORY_SHARE) * (free - numbers * size),

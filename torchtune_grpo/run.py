@@ -56,7 +56,7 @@ from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.monitor.recorder import Recorder
 from torchtune_grpo.rewards import RewardSet
 from torchtune_grpo.rollout import sample_groups
-from torchtune_grpo.rollout.engine import add_wishes, check_engine, make_engine
+from torchtune_grpo.rollout.engine import add_wishes, capabilities_of, check_engine, make_engine
 from torchtune_grpo.rollout.request import EngineContext, RolloutEngine
 from torchtune_grpo.training.checks import check_model, check_prompts
 from torchtune_grpo.training.dynamic_sampling import Rounds
@@ -141,12 +141,13 @@ class Run:
         """Return what answers the policy about the prompts of a data set."""
         if not self.environment_kinds:
             return None
+        context = self.empty_model.max_seq_len
         return make_environment(
             self.environment_kinds,
             self.cfg.environment,
             encoder=dataset.encoder,
             tokenizer=self.tokenizer,
-            context=self.empty_model.max_seq_len,
+            context=min(context, capabilities_of(self.cfg.rollout).longest_row or context),
         )
 
     @cached_property

@@ -218,7 +218,7 @@ def _shift_right(bits: Tensor, by: int) -> Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)  # >> of int64 copies the sign bit
 
 
-def _mix(bits: Tensor) -> Tensor:
+def mix(bits: Tensor) -> Tensor:
     """SplitMix64's finalizer (Steele et al. 2014, "Fast splittable pseudorandom generators")."""
     bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
     bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
@@ -244,12 +244,12 @@ def row_keys(
     if uses is not None:
         samples = samples + torch.tensor(uses)[:, None] * group_size
     for part in (seed, step, prompts, samples):
-        key = _mix((key + _GOLDEN) ^ _mix(torch.as_tensor(part) + _GOLDEN))
+        key = mix((key + _GOLDEN) ^ mix(torch.as_tensor(part) + _GOLDEN))
     return key.flatten()
 
 
 def uniforms(keys: Tensor, count: int) -> Tensor:
     """Return each row's first ``count`` numbers: keys [N] -> [N, count] float64 in [0, 1)."""
     counter = torch.arange(1, count + 1, device=keys.device)
-    bits = _mix(keys[:, None] + counter * _GOLDEN)
+    bits = mix(keys[:, None] + counter * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53
