@@ -184,10 +184,10 @@ def test_another_engine_keeps_the_arguments_that_it_takes(own, tmp_path, caplog)
     cfg = load_config(str(tmp_path / "base.yaml"), ["rollout.engine=my_engine.Roomy"])
     assert cfg.rollout.engine == {"_component_": "my_engine.Roomy", "max_model_len": 64}
     assert "rollout.engine=my_engine.Roomy: does not take memory_share" in caplog.text
-    top = "rollout: {engine: {_component_: vllm, max_model_len: 9}}"
+    top = "rollout: {engine: {_component_: my_engine.MyVLLM, max_model_len: 9}}"
     (tmp_path / "top.yaml").write_text(f"base_config: base.yaml\n{top}")
     found = load_config(str(tmp_path / "top.yaml")).rollout.engine
-    assert found == {"_component_": "vllm", "max_model_len": 9}
+    assert found == {"_component_": "my_engine.MyVLLM", "max_model_len": 9}
 
 
 @pytest.mark.slow

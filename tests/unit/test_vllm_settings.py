@@ -53,9 +53,12 @@ def test_each_key_that_it_cannot_follow_is_named(installed, option, said):
         check_engine(config(option))
 
 
-def test_a_model_that_it_would_compute_otherwise_is_refused(installed, tmp_path):
-    folder = hf_folder("qwen3_untied", tmp_path)
-    with pytest.raises(ConfigError, match="says attention_bias=True: .*set rollout.engine to nat"):
+@pytest.mark.parametrize(
+    ("name", "key"), [("qwen3_untied", "attention_bias"), ("ernie4_5", "use_bias")]
+)
+def test_a_model_that_it_would_compute_otherwise_is_refused(name, key, installed, tmp_path):
+    folder = hf_folder(name, tmp_path)
+    with pytest.raises(ConfigError, match=f"says {key}=True: .*set rollout.engine to native"):
         check_engine(config(f"model_dir={folder}"))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.models.build import UnsupportedModelError, read_config
 
+_BIASES = {"qwen3": "attention_bias", "ernie4_5": "use_bias"}  # that vLLM leaves out
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures and refuses higher ones
 
 
@@ -38,9 +39,10 @@ def _model_problems(folder: str) -> Iterator[str]:
         yield f"{error} rollout.engine=vllm takes no others; set it to native."
         return
     says = f"model_dir={folder}: config.json says"
-    if hf.model_type == "qwen3" and hf.attention_bias:
+    key = _BIASES.get(hf.model_type, "")
+    if getattr(hf, key, False):
         yield (
-            f"{says} attention_bias=True: vLLM leaves a part of such a Qwen3's biases out; set "
+            f"{says} {key}=True: vLLM leaves biases of such a {hf.model_type} out; set "
             "rollout.engine to native."
         )
     first = getattr(hf, "max_window_layers", hf.num_hidden_layers)  # of those with a window
