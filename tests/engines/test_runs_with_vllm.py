@@ -96,6 +96,21 @@ def test_a_run_learns_and_after_a_kill_and_stale_weights_goes_on_as_if_nothing_w
 
 
 @pytest.mark.slow
+def test_a_game_of_several_turns_repeats_itself_whenever_replies_come(whole):
+    folders = [whole.with_name(name) for name in ("game", "again")]
+    options = ("num_steps=2", "batch_size=3", "grpo_samples=4", "rollout.engine=vllm")
+    for folder in folders:
+        game = ("--config", "tiny_guess_grpo", f"output_dir={folder}")
+        tune("run", RECIPE, *game, *options, cwd=whole.parent)
+    steps = steps_of(folders[0])
+    assert len(steps) == 2 and all(step["environment/turns"] > 1 for step in steps)
+    assert all(step["sampling/sampling_logp_difference/max"] < 1e-3 for step in steps)
+    assert untimed(folders[0]) == untimed(folders[1])
+    assert completions(folders[0]) == completions(folders[1])
+    assert any("lower, I guess " in row["completion"] for row in completions(folders[0]))
+
+
+@pytest.mark.slow
 def test_two_ranks_that_share_the_model_take_the_same_steps(whole):
     folder = whole.with_name("ranks")
     options = ("batch_size=2", *SIZE, "rollout.engine=vllm", "distributed.sharding=always")
