@@ -113,7 +113,7 @@ demo-smollm2: $(STAMP)
 	@echo "Now try:"
 	@echo '  $(BIN)/torchtune-grpo sample $(DEMO_DIR) --prompt "Which is the largest of these numbers: 12, 7, 31, 28?"'
 	@echo '  $(BIN)/tune run $(RECIPE) --config smollm2_135M_grpo output_dir=$(DEMO_DIR)_2 dataset.task=product eval_dataset.task=product dataset.num_samples=80 eval_dataset.num_samples=20'
-	@echo '  $(BIN)/tune cp smollm2_135M_grpo my_config.yaml'
+	@echo '  $(BIN)/tune cp smollm2_135M_grpo largest.yaml'
 	@echo
 	@echo "The run as a page, to open in a browser: $(DEMO_DIR)/run.html"
 

@@ -151,7 +151,7 @@ def mentioned(text: str) -> str:
 
 
 def configs() -> str:
-    text = "# Shipped configs\n\n`tune cp NAME my_config.yaml` copies one.\n"
+    text = "# Shipped configs\n\n`tune cp NAME mine.yaml` copies one.\n"
     folder = ROOT / "recipes" / "configs"
     for path in sorted(folder.glob("*.yaml")) + sorted(folder.glob("algorithms/*.yaml")):
         kind = "algorithm: " if path.parent.name == "algorithms" else ""
