@@ -134,7 +134,7 @@ def test_without_javascript_the_verdict_can_be_read(tmp_path):
     assert f"<h1>{headline}</h1><p>" in static and "&lt;/script&gt;" in static
     assert {*re.findall("<[^>]*>", static)} == {"<h1>", "</h1>", "<p>", "</p>"}
     assert '<span id="name">&lt;b&gt;</span>' in text
-    assert '<noscript><style>nav, section:not(#verdict) { display: none; }</style>' in text
+    assert "<noscript><style>nav, section:not(#verdict) { display: none; }</style>" in text
 
 
 def test_what_a_run_cannot_do_is_not_shown(tmp_path):
