@@ -35,7 +35,8 @@ from torchtune_grpo.advantages import group_advantages
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
-from torchtune_grpo.models.auto import TransformersModel, transformers_model
+from torchtune_grpo.models import HFCheckpointer, transformers_model
+from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.layers import standardize
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import make_engine
@@ -149,7 +150,8 @@ def by_transformers(shape: dict) -> TransformersModel:
         to_transformers(random_model(shape)).save_pretrained(folder)
         model = transformers_model(folder, lora_rank=RANK)
         standardize(model)
-        model.load_state_dict(model.read(folder), strict=False)
+        weights = model.kind.read(HFCheckpointer(folder, ""), {})
+        model.load_state_dict(weights, strict=False)
     set_trainable_params(model, get_adapter_params(model))
     return model
 

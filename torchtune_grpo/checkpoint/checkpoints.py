@@ -285,7 +285,7 @@ class Checkpoints:
         """Save the weights with the checkpointer, and move them and their config to ``folder``."""
         written = folder / "epoch_0"
         with only_warnings():
-            kind_of(model).write(self._checkpointer, self._node, weights, folder=written)
+            kind_of(model).write(self._checkpointer, self._node, weights, written)
         for path in written.iterdir():
             if _WEIGHTS.fullmatch(path.name):
                 path.rename(folder / path.name)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtune_grpo.config.text import describe, shortened
-from torchtune_grpo.models.kinds import ModelKind
+from torchtune_grpo.models.kinds import ModelKind, PeftModule
 from torchtune_grpo.models.tokenizer import only_errors
 
 PREFIX = "hf."  # of parameters' names, before transformers' own
@@ -85,9 +85,7 @@ class TransformersKind(ModelKind):
             )
         return {f"{PREFIX}{name}": value for name, value in whole.state_dict().items()}
 
-    def write(
-        self, checkpointer: Any, node: Any, weights: dict[str, Tensor], *, folder: Path
-    ) -> None:
+    def write(self, checkpointer: Any, node: Any, weights: dict[str, Tensor], folder: Path) -> None:
         hf = self._model.hf
         with torch.device("meta"):
             bare = type(hf)._from_config(copy.deepcopy(hf.config), dtype=hf.dtype)
@@ -98,9 +96,7 @@ class TransformersKind(ModelKind):
         with only_errors():
             bare.save_pretrained(folder, state_dict=state)
 
-    def peft_modules(
-        self, names: Iterable[str], hf_config: Any
-    ) -> Iterator[tuple[str, str, list[str]]]:
+    def peft_modules(self, names: Iterable[str], hf_config: Any) -> Iterator[PeftModule]:
         for name in sorted(names):
             theirs = name.removeprefix(PREFIX)
             yield theirs, theirs, [name]

@@ -17,6 +17,7 @@ from torchtune_grpo.models.layers import reorder
 
 # torchtune's model types whose weights its checkpointers leave in Hugging Face's order of rows
 _UNPERMUTED = ("QWEN2", "PHI3_MINI", "PHI4")
+PeftModule = tuple[str, str, list[str]]  # its name in transformers, in target_modules, and in ours
 
 
 class ModelKind:
@@ -49,17 +50,13 @@ class ModelKind:
         weights: dict[str, Tensor] = checkpointer.load_checkpoint()[training.MODEL_KEY]
         return reorder(weights, hf_config_of(node), to="halves") if _reorders(node) else weights
 
-    def write(
-        self, checkpointer: Any, node: Any, weights: dict[str, Tensor], *, folder: Path
-    ) -> None:
+    def write(self, checkpointer: Any, node: Any, weights: dict[str, Tensor], folder: Path) -> None:
         """Reverse ``read``: write to ``folder``, which the checkpointer calls ``epoch_0``."""
         weights = reorder(weights, hf_config_of(node), to="pairs") if _reorders(node) else weights
         checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=0)
 
-    def peft_modules(
-        self, names: Iterable[str], hf_config: Any
-    ) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield, of modules to adapt: transformers' name, that in target_modules, ours."""
+    def peft_modules(self, names: Iterable[str], hf_config: Any) -> Iterator[PeftModule]:
+        """Yield modules that may be adapted, among them all of these names."""
         for layer in sorted({re.match(r"(layers\.\d+\.)?", name)[0] for name in names}):  # type: ignore[index]
             for theirs, ours in family_of(hf_config).parts.items():
                 whole = f"{layer and 'model.'}{layer}{theirs}"

@@ -28,7 +28,6 @@ log = utils.get_logger("INFO")
 native = NativeEngine
 transformers = TransformersEngine
 vllm = VLLMEngine
-_SHIPPED = ("native", NativeEngine), ("transformers", TransformersEngine)
 
 
 def engine_class(settings: RolloutConfig) -> type[RolloutEngine]:
@@ -101,13 +100,12 @@ def engine_for(settings: RolloutConfig, model: nn.Module) -> type[RolloutEngine]
                 "own (docs/extending.md#an-engine)."
             )
         return chosen
-    name, engine = next((n, e) for n, e in _SHIPPED if modules in e.capabilities().modules)
     if chosen is not NativeEngine or arguments_of(settings.engine):
         raise ConfigError(
-            f"{_key(settings)}: does not sample models that {modules}' modules compute; set it to "
-            f"{name}, without other arguments."
+            f"{_key(settings)}: does not sample models that {modules}' modules compute; leave the "
+            "choice of the engine, with its arguments, out of the config."
         )
-    return engine
+    return TransformersEngine
 
 
 def make_engine(context: EngineContext) -> RolloutEngine:

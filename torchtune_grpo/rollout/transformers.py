@@ -85,9 +85,9 @@ class TransformersEngine(RolloutEngine):
         if not gap <= bound:  # NaN, too
             name = self._model.hf.config.model_type
             raise ValueError(
-                "model: the log-probs that transformers' generate has for its samples and those "
-                f"of the trainer differ by {gap:.3g} ({kind}); rounding explains {bound}. Nothing "
-                f"of this step is saved: {name}, as config.json has it, cannot be trained here."
+                f"model: {name}, as config.json has it, cannot be trained: the log-probs of its "
+                f"samples and the trainer's differ by {gap:.3g} ({kind}), and rounding explains "
+                f"{bound}. Nothing of this step is saved."
             )
 
     def _generate(
