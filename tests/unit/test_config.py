@@ -143,6 +143,11 @@ def test_what_does_not_fit_the_checkpoint_is_named(change, message, tmp_path):
         check_model(tiny(tmp_path, *change.split()))
 
 
+def test_layers_that_a_run_replaces_are_no_mistake(tmp_path):
+    """torchtune's DoRA, as the check has it, is nothing that the native engine knows."""
+    check_model(tiny(tmp_path, "model.use_dora=true"))
+
+
 def tiny(folder, *changes):
     return settings_of(*tiny_overrides(CONFIG, folder), *changes)
 

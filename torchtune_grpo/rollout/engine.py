@@ -93,12 +93,6 @@ def engine_for(settings: RolloutConfig, model: nn.Module) -> type[RolloutEngine]
     """
     chosen, modules = engine_class(settings), kind_of(model).modules
     if modules in capabilities_of(settings).modules:
-        if chosen is NativeEngine and (reason := unsupported_reason(model)):
-            raise ConfigError(
-                f"{_key(settings)}: cannot sample this model: {reason}. Set model._component_ to "
-                "torchtune_grpo.models.transformers_model, or rollout.engine to a class of your "
-                "own (docs/extending.md#an-engine)."
-            )
         return chosen
     if chosen is not NativeEngine or arguments_of(settings.engine):
         raise ConfigError(
@@ -111,8 +105,14 @@ def engine_for(settings: RolloutConfig, model: nn.Module) -> type[RolloutEngine]
 def make_engine(context: EngineContext) -> RolloutEngine:
     """Make the config's engine, or the one that samples transformers' modules."""
     settings = context.settings
-    if engine_for(settings, context.model) is TransformersEngine:
+    if (chosen := engine_for(settings, context.model)) is TransformersEngine:
         return TransformersEngine(context)
+    if chosen is NativeEngine and (reason := unsupported_reason(context.model)):
+        raise ConfigError(
+            f"{_key(settings)}: cannot sample this model: {reason}. Set model._component_ to "
+            "torchtune_grpo.models.transformers_model, or rollout.engine to a class of your own "
+            "(docs/extending.md#an-engine)."
+        )
     if not capabilities_of(settings).reproducible:
         log.warning(
             f"{_key(settings)}: its samples are not reproducible, so a resumed or repeated run "
