@@ -57,6 +57,7 @@ CLASSES = {  # what a config or a script of one's own names
     "Models": [
         "models.hf_model",
         "models.lora_hf_model",
+        "models.transformers_model",
         "models.hf_tokenizer",
         "models.HFCheckpointer",
     ],

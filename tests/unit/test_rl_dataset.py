@@ -240,6 +240,7 @@ def test_columns_with_names_of_reward_arguments_are_refused(llama3_tokenizer):
 # Rows
 
 
+TEXT = {"type": "text", "text": "What is in it?"}
 BAD_ROWS = [
     ({"prompt": 7}, "column 'prompt' is not text: 7"),
     ({"prompt": " \n"}, "column 'prompt' is blank"),
@@ -250,7 +251,10 @@ BAD_ROWS = [
     ({"prompt": ["1+1?"]}, "message 0 has role=None: give one of system, user, assistant, tool"),
     ({"prompt": chat(("bot", "1+1?"))}, "message 0 has role='bot': give one of"),
     ({"prompt": chat(("user", [{"type": "text"}]))}, "the content of message 0 is not text: [{"),
-    ({"prompt": chat(("user", [{"type": "image"}]))}, "the content of message 0 is not text: [{"),
+    (
+        {"prompt": chat(("user", [TEXT, {"type": "image"}]))},
+        "the content of message 0 is not text: [{",
+    ),
 ]
 
 

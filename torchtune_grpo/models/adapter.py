@@ -72,7 +72,7 @@ def adapter_settings(folder: str | Path, *, hf_config: Mapping[str, Any]) -> dic
     ranks = {len(value) for name, value in tensors.items() if name.endswith("lora_a.weight")}
     if ranks != {rank}:
         raise ValueError(f"adapter_dir={folder}: {file.name} says r={rank}, the weights {ranks}.")
-    use_dora = bool(given.get("use_dora")) or any("magnitude" in name for name in tensors)
+    use_dora = bool(given.get("use_dora")) or any(name.endswith(".magnitude") for name in tensors)
     leaves = ["lora_a.weight", "lora_b.weight", *(["magnitude"] if use_dora else [])]
     odd = {f"{name}.{leaf}" for name in _modules(tensors) for leaf in leaves} ^ tensors.keys()
     if odd:
@@ -258,7 +258,8 @@ def _read_tensors(folder: str | Path, hf_config: Mapping[str, object]) -> dict[s
 
 def _modules(names: Mapping[str, object]) -> set[str]:
     """Return the adapted modules, given the names of an adapter's weights."""
-    return {name.removesuffix(".lora_a.weight") for name in names if "lora_a" in name}
+    end = ".lora_a.weight"
+    return {name.removesuffix(end) for name in names if name.endswith(end)}
 
 
 def _targets(modules: set[str]) -> dict[str, object]:
