@@ -34,6 +34,7 @@ IN_A_CONFIG = {
     "sampling=3": "sampling is a section; set sampling.top_k, .* or sampling.stop_strings",
     "lr_scheduler=cosine": "mean torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup?",
     "optimizer=adamw": "not an import path such as torch.optim.AdamW. Did you mean torch.optim.Ad",
+    "rollout.engine=note": r"not an import path .* Did you mean native\?",  # and not ``noted``
     "metric_logger=tensorboard": "mean torchtune.training.metric_logging.TensorBoardLogger?",
     "--table my.Table": "--table=my.Table: my has no 'Table'",
     "rewards.0.foo=1": r"torchtune_grpo.rewards.math_correctness_reward has no such argument\.",

@@ -295,7 +295,7 @@ def _component_hint(key: str, dotpath: str) -> str:
         f"{home}.{name}"
         for home in _HOMES.get(node, ())
         for name, value in vars(importlib.import_module(home)).items()
-        if callable(value) and value.__module__.startswith(home.partition(".")[0])
+        if callable(value) and value.__module__.startswith(home.rpartition(".")[0])
         if not name.startswith("_")
     ]
     holding = (path for path in known if dotpath.lower() in path.rpartition(".")[2].lower())
