@@ -34,7 +34,7 @@ from torchtune_grpo.rollout.vllm.guard import (
     ANOTHER_POLICY,
     Guard,
     PolicyWeights,
-    vllms_checksum,
+    vllms_checksums,
 )
 from torchtune_grpo.rollout.vllm.process import contained, end
 from torchtune_grpo.rollout.vllm.rows import VLLMRollout
@@ -177,8 +177,8 @@ class VLLMEngine(RolloutEngine):
 
     def _compare_weights(self) -> None:
         """Raise a ValueError if vLLM does not compute with the policy's current weights."""
-        (held,) = self._llm.apply_model(vllms_checksum)
-        if held != self._weights.checksum(vocab=self._vocab):
+        (held,) = self._llm.apply_model(vllms_checksums)
+        if held != self._weights.checksums(vocab=self._vocab):
             raise ValueError(
                 f"rollout.engine=vllm: vLLM's weights are not those of the policy. {ANOTHER_POLICY}"
             )

@@ -7,7 +7,7 @@ the weights are compared, too: the bits of some columns of each matrix, and of a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,9 @@ ROWS, TOKENS = 4, 64  # whose log-probs the trainer computes, too: rows, and mos
 COLUMNS = 16  # of a matrix, spread over its width
 ANOTHER_POLICY = (
     "vLLM samples from another policy than the trainer's. Nothing of this step is saved. Set "
-    "rollout.engine to native, or to torchtune; resume_from_checkpoint=True goes on with a run."
+    "rollout.engine to native; resume_from_checkpoint=True goes on with a run."
 )
 _OF_IDS = ("model.embed_tokens.weight", "lm_head.weight")  # a row for each id
-
-
-class Checksum(NamedTuple):
-    """Sums over bits: of each matrix with a row for each id, and of all other weights together.
-
-    So it does not matter which matrices an engine joins, nor whether its head is the embeddings.
-    """
-
-    of_ids: frozenset[int]
-    of_others: int
 
 
 class PolicyWeights:
@@ -71,18 +61,22 @@ class PolicyWeights:
         parameter: Tensor = getattr(module, name)
         return parameter
 
-    def checksum(self, *, vocab: int) -> Checksum:
-        """Return the checksum that vLLM's weights should have."""
+    def checksums(self, *, vocab: int) -> set[int]:
+        """Return those that vLLM's weights should have.
+
+        There is one for each matrix with a row for each id, as its head may be its embeddings, and
+        one for all other weights together, as it joins some of them.
+        """
         sums = {
             name: _sum(weight[:, _columns(weight.shape[1])] if weight.dim() > 1 else weight)
             for name, weight in self.named(vocab=vocab)
         }
-        of_ids = frozenset(sums.pop(name) for name in _OF_IDS if name in sums)
-        return Checksum(of_ids, _joined(sums.values()))
+        of_ids = {sums.pop(name) for name in _OF_IDS if name in sums}
+        return of_ids | {_joined(sums.values())}
 
 
-def vllms_checksum(model: nn.Module) -> Checksum:
-    """Return the checksum of what vLLM's model computes with: of its products with unit vectors.
+def vllms_checksums(model: nn.Module) -> set[int]:
+    """Return those of what a model of vLLM's computes with: of its products with unit vectors.
 
     For on a CPU the matrices themselves are packed, and only products read them.
     """
@@ -99,7 +93,7 @@ def vllms_checksum(model: nn.Module) -> Checksum:
             width, known = module.embedding_dim, module.org_vocab_size  # others are padding
             of_ids.add(_sum(_product(module, width, dtype)[:known]))
             of_ids.add(_sum(module.weight[:known, _columns(width)]))
-    return Checksum(frozenset(of_ids), _joined(others))
+    return of_ids | {_joined(others)}
 
 
 def _columns(width: int) -> Tensor:
@@ -153,12 +147,10 @@ class Guard:
         if not len(own):
             return
         unknown, gaps = logits.logsumexp(dim=-1) - known, (own - theirs[at]).abs()
-        if self._kind == "max":
-            self._unknown = float(unknown.max())
-            self._judge(float(gaps.max()))
-        else:
-            self._unknown = float(unknown.mean())
-            self._judge(float(gaps.mean()) - 1 / len(gaps))  # in bf16 one may be off by 1
+        reduced = torch.max if self._kind == "max" else torch.mean
+        self._unknown = float(reduced(unknown))
+        spare = 0.0 if self._kind == "max" else 1 / len(gaps)  # in bf16 one may be off by 1
+        self._judge(float(reduced(gaps)) - spare)
 
     def check_step(self, metrics: Mapping[str, float]) -> None:
         """Judge a step after its rollout; the trainer's log-probs are over all ids."""
