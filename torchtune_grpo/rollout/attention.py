@@ -185,7 +185,9 @@ class GridAttention:
         row_of_cell[of_live] = torch.arange(len(of_live))
         self._index = torch.arange(len(slot), device=device)
         self._cell_of_row, self._row_of_cell = cell_of_row.to(device), row_of_cell.to(device)
-        self._prompt_width = max(len(row.prompt.tokens) for row in live)
+        longest, room = max(len(r.prompt.tokens) for r in live), self._cache.prompts[0].shape[-2]
+        # Products in bf16 copy a part of the cache, which takes longer than a little masked room.
+        self._prompt_width = room if room <= 1.25 * longest else longest
         self._live, self._bias = live, None
 
     def _bias_within(self, window: int | None) -> Tensor:
