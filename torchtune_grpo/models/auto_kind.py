@@ -33,7 +33,8 @@ class TransformersKind(ModelKind):
         from transformers import GenerationConfig
 
         model = self._model.eval()
-        embeddings, kind = model.tok_embeddings, model.hf.config.model_type
+        embeddings = model.tok_embeddings
+        it = f"model: {model.hf.config.model_type}, as config.json has it,"
         tokens = torch.arange(8, device=embeddings.weight.device)[None] % embeddings.num_embeddings
         other = torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)
         try:
@@ -41,23 +42,18 @@ class TransformersKind(ModelKind):
             logits, changed = model(tokens), model(other)
             model.hf.generate(tokens, generation_config=GenerationConfig(max_new_tokens=2))
         except Exception as error:  # of any type: so many models
-            raise ValueError(
-                f"model: {kind}, as config.json has it, cannot be computed: "
-                f"{shortened(describe(error), 300)}."
-            ) from error
+            why = shortened(describe(error), 300)
+            raise ValueError(f"{it} cannot be computed: {why}.") from error
         bound = _TOLERANCES.get(logits.dtype, 5e-2) * theirs.abs().max()
         for gap, fault in (
             (logits - theirs, "its logits do not follow from its hidden states"),
             ((changed - logits)[:, :-1], "a token changes the logits of those before it"),
         ):
             if not gap.abs().max() <= bound:
-                raise ValueError(
-                    f"model: {kind}, as config.json has it, cannot be trained: {fault}."
-                )
+                raise ValueError(f"{it} cannot be trained: {fault}.")
 
     def read(self, checkpointer: Any, node: Any) -> dict[str, Tensor]:
-        hf, folder = self._model.hf, checkpointer._checkpoint_dir
-        names = self._model.names
+        hf, names, folder = self._model.hf, self._model.names, checkpointer._checkpoint_dir
         options = {"key_mapping": names} if names else {}
         try:
             with torch.device("cpu"), only_errors():
