@@ -33,6 +33,7 @@ from torchtune_grpo.run import Run
 log = utils.get_logger("INFO")
 RLDATASET = "torchtune_grpo.data.RLDataset"
 DEFAULT = "hf_lora_grpo"
+_ROWS = {"dataset": "data", "eval_dataset": "eval_data"}  # key -> argument for its rows
 
 
 class GRPO:
@@ -77,7 +78,11 @@ class GRPO:
         self._recipe: GRPOFullFinetuneRecipe | None = None
         self._is_open = False
         is_bare = config == DEFAULT and data is None and "dataset" not in keys
-        self._only_answers = is_bare and self._take_form(keys.get("model_dir"))
+        card = ModelCard.found(keys.get("model_dir")) if is_bare else None
+        self._only_answers = card is not None  # of a checkpoint, asked as in its training
+        if card is not None:
+            self.config.dataset = {"_component_": RLDATASET, **card.asked}
+            self.config.eval_dataset = None
         if data is not None:
             self._set_data("dataset", data)
             self.config.eval_dataset = None  # it is of another task
@@ -117,19 +122,10 @@ class GRPO:
             hint = " `torchtune-grpo push OUTPUT_DIR NAME` uploads a checkpoint."
         raise AttributeError(f"GRPO has no {name!r}.{hint}")
 
-    def _take_form(self, model_dir: object) -> bool:
-        """Ask a checkpoint as in its training; return whether the folder is one."""
-        card = ModelCard.found(model_dir) if isinstance(model_dir, (str, Path)) else None
-        if card is not None:
-            self.config.dataset = {"_component_": RLDATASET, **card.asked}
-            self.config.eval_dataset = None
-        return card is not None
-
     def _set_key(self, name: str, value: Any) -> None:
         """Set a key of the config, or several of a section."""
-        rows = {"dataset": "data", "eval_dataset": "eval_data"}
-        if name in rows and not (isinstance(value, (Mapping, str, type(None))) or callable(value)):
-            raise _refusal(name, value, f"give rows as {rows[name]}")
+        if name in _ROWS and not (isinstance(value, (Mapping, str, type(None))) or callable(value)):
+            raise _refusal(name, value, f"give rows as {_ROWS[name]}")
         if name == "model_dir" and not isinstance(value, (str, Path)):
             remedy = "give the path of the model's folder; model.save_pretrained(folder) writes one"
             raise _refusal(name, value, remedy)
@@ -144,8 +140,7 @@ class GRPO:
         elif isinstance(data, (str, Path)):
             self.config[key].source = str(data)
         elif not isinstance(data, Iterable):
-            name = {"dataset": "data", "eval_dataset": "eval_data"}[key]
-            raise _refusal(name, data, "give rows, a file or a name on the hub")
+            raise _refusal(_ROWS[key], data, "give rows, a file or a name on the hub")
         else:
             self._objects[key] = data
 

@@ -88,9 +88,10 @@ class ModelCard:
     asked: Mapping[str, object] = field(default_factory=dict)  # how its prompts were written
 
     @classmethod
-    def found(cls, folder: str | Path) -> ModelCard | None:
-        """Load the card of a checkpoint; None of another folder."""
-        return cls.load(Path(folder)) if Path(folder, CARD_FILE).is_file() else None
+    def found(cls, folder: object) -> ModelCard | None:
+        """Load the card of a checkpoint; None of anything else."""
+        is_one = isinstance(folder, (str, Path)) and Path(folder, CARD_FILE).is_file()
+        return cls.load(Path(str(folder))) if is_one else None
 
     @classmethod
     def load(cls, checkpoint: Path) -> ModelCard:

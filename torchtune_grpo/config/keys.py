@@ -266,9 +266,8 @@ class GRPOConfig(Keys):
     config's own keys.
 
     `torchtune-grpo config my_config.yaml batch_size=4` checks all that it can without weights: each
-    mistake is a line, and a setting known to have no effect a warning.
-    `TORCHTUNE_GRPO_TRACEBACK=1` shows where an error was raised; once a run has begun,
-    `output_dir/error.txt` does.
+    mistake is a line, a known setting without effect a warning. `TORCHTUNE_GRPO_TRACEBACK=1` shows
+    where an error was raised; once a run has begun, `output_dir/error.txt` does.
     """
 
     # What is trained, on what

@@ -157,10 +157,9 @@ def check_writable(key: str, file: Path) -> None:
     """Raise a ValueError if ``write_text`` could not write a file that ``key`` names."""
     if file.is_dir() or not file.parent.is_dir():
         raise ValueError(f"{key}={file}: name a file in a folder that is there.")
-    try:
-        write_text(file.with_name(f".{file.name}.try"), "").unlink()
-    except ValueError as error:
-        raise ValueError(f"{key}={error}") from error
+    with naming(f"{key}={file}"):
+        (trial := file.with_name(f".{file.name}.try")).touch()
+        trial.unlink()
 
 
 def write_text(file: Path, text: str) -> Path:
@@ -191,8 +190,6 @@ def naming(file: Path | str) -> Iterator[None]:
     """Raise a ValueError that names the file if it cannot be written in the block."""
     try:
         yield
-    except BrokenPipeError:
-        raise
     except OSError as error:
         remedy = "Free some space, check permissions, or choose another place."
         raise ValueError(f"{file}: could not be written: {error.strerror}. {remedy}") from error
@@ -291,8 +288,7 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
     """
     try:
         yield
-        with naming("standard output"):
-            sys.stdout.flush()  # Python's own flush, at the end, would only mumble
+        sys.stdout.flush()  # Python's own flush, at the end, would only mumble
     except BrokenPipeError:  # `| head` has read enough
         _end_output()
         sys.exit(1)

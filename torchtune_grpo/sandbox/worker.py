@@ -6,6 +6,7 @@ import importlib
 import os
 import random
 import runpy
+import site
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,8 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-_NOT_USERS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
+_LIBRARIES = (os.path.dirname(os.__file__), *site.getsitepackages())
+_NOT_USERS = (os.path.dirname(os.path.dirname(__file__)), *_LIBRARIES, "<")
 Wait = Callable[[Any], Any]  # returns what an awaitable gives, and any other value as it is
 
 
@@ -55,10 +57,9 @@ def _telling() -> Iterator[None]:
         yield
     except BaseException as error:
         what = " ".join("".join(traceback.format_exception_only(error)).split())
-        files = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-        theirs = [file for file in files if not file[0].startswith(_NOT_USERS)]
-        file, line = ([f for f in theirs if "/site-packages/" not in f[0]] or files)[-1]
-        place = f"{os.path.basename(file)}:{line}"
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)] or frames
+        place = f"{os.path.basename(users[-1].filename)}:{users[-1].lineno}"
         raise RuntimeError(f"{what} ({place})\n{traceback.format_exc(limit=-3)}") from None
 
 
