@@ -64,12 +64,14 @@ def test_those_that_are_shipped_and_those_of_the_page(tmp_path):
     """On two ranks, too."""
     mine = SHIPPED.read_text() + re.search(r"```yaml\n(short:.*?)```", PAGE.read_text(), re.S)[1]
     few = ["--questions", "4", "dataset.num_samples=8", "--candidates", "mine.yaml"]
+    few += ["--output", "best.yaml"]
     said = prompts(tmp_path, *few, mine=mine).out
     start = ["--config", "my.yaml", *few]
     ranks = run_ranks(*start, ranks=2, cwd=tmp_path, command="prompts")
     timeless = [re.sub(r"\d+$", "", each, flags=re.M) for each in (said, ranks[0].out)]
     assert timeless[0] == timeless[1] and not ranks[1].out
     assert "bare: the same as config.\n" in said
+    assert load_config(str(tmp_path / "best.yaml")).dataset.num_samples == 8  # as in the command
     candidates = yaml.safe_load(mine)
     for name, changes in candidates.items():
         assert name == "bare" or re.search(rf"^{name} +4 ", said, re.MULTILINE), said

@@ -198,6 +198,7 @@ def main() -> None:
     if args.output is not None:  # fails now, not after an hour of answers
         check_writable("--output", args.output)
     given = run_config(args)
+    whole = given.copy()
     has_held_out = given.get("eval_dataset") is not None
     given.update(eval_dataset=None, evaluation={"samples": "${grpo_samples}"})
     run = Run(given)
@@ -221,5 +222,8 @@ def main() -> None:
     if args.output is not None and parallel.rank() == 0:
         file = Path(args.run, CONFIG_FILE) if Path(args.run).is_dir() else Path(args.run)
         base = args.run if args.run in config_files() else file.resolve()
-        write_text(args.output, f"base_config: {base}\n{keys}")
+        text = f"base_config: {base}\n{keys}"
+        if args.overrides:
+            text = OmegaConf.to_yaml(OmegaConf.merge(whole, OmegaConf.create(keys)))
+        write_text(args.output, text)
     parallel.end_process_group()
