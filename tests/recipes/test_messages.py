@@ -86,6 +86,7 @@ COMMANDS = {
     f"tune run {RECIPE} --config {TINY} device=mps": "device=mps: is not available here; give cpu",
     f"tune run {RECIPE} --config=good.yaml num_stepz=1": "Did you mean num_steps?",
     f"tune run {RECIPE[:-1]} --config {TINY}": f"no recipe of this name, .* Did you mean {RECIPE}?",
+    f"tune run nosuch.py --config {TINY}": "nosuch.py: no recipe of this name, and no file.$",
 }
 
 

@@ -74,13 +74,15 @@ def end_torchrun_briefly(run: ModuleType) -> None:
 
     @functools.wraps(stock_command)
     def _run_cmd(self: Any, args: Any) -> None:
-        """Take `--config=FILE` as well, and name a recipe of ours that is misspelt."""
+        """Take `--config=FILE` as well, and name a recipe that is misspelt or not there."""
         if _is_ours(args.recipe):
             parts = [arg.split("=", 1) for arg in args.recipe_args[:1]]
             if parts and parts[0][0] == "--config":
                 args.recipe_args[:1] = parts[0]
-        elif not self._get_recipe(args.recipe) and (hint := suggest(args.recipe, RECIPES)):
-            raise SystemExit(f"Error: {args.recipe}: no recipe of this name, and no file.{hint}")
+        elif not self._get_recipe(args.recipe):
+            hint, file = suggest(args.recipe, RECIPES), Path(args.recipe)
+            if hint or (file.suffix == ".py" and not file.is_file()):
+                raise SystemExit(f"Error: {file}: no recipe of this name, and no file.{hint}")
         stock_command(self, args)
 
     @functools.wraps(stock)
