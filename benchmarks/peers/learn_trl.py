@@ -7,10 +7,10 @@
         --config benchmarks/real/gsm8k.yaml --rows 8
 
 Both train LoRA of rank 32 and alpha 64 on all linear layers with a constant rate and no KL term, on
-one thread, with the first reward of the config. A stop string has to be one token: it becomes TRL's
-end of a text. TRL's adapters are scored by ``torchtune-grpo evaluate``, on the same held-out
-questions. Prints one JSON line: per seed the scores after the given steps, and the CPU seconds of
-the process until then, imports included.
+one thread, with the first reward of the config. A stop string of one token becomes TRL's end of a
+text; at others TRL cannot stop, and the reward does not see what follows. TRL's adapters are scored
+by ``torchtune-grpo evaluate``, on the same held-out questions. Prints one JSON line: per seed the
+scores after the given steps, and the CPU seconds of the process until then, imports included.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from common import BIN, apart, lora, report, run, trl_settings  # noqa: E402
 from torchtune_grpo.config.check import instantiate, read_config  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.data import RLDataset  # noqa: E402
+from torchtune_grpo.rewards.reward import make_reward  # noqa: E402
 
 
 def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
@@ -44,11 +45,14 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
     rows = [data[i] for i in range(len(data))]
     prompts = [tokenizer.decode(row["tokens"]) for row in rows]
     assert tokenizer(prompts).input_ids == [list(row["tokens"]) for row in rows]
-    for end in cfg.sampling.stop_strings:
-        tokenizer.eos_token = tokenizer.decode(*tokenizer(end).input_ids)
-    reward = instantiate("rewards.0", cfg.rewards[0])
+    ends = {end: tokenizer(end).input_ids for end in cfg.sampling.stop_strings}
+    for (token,) in (tokens for tokens in ends.values() if len(tokens) == 1):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(token)
+    reward = make_reward(cfg.rewards[0], "rewards.0").function
 
     def first_reward(prompts, completions, **columns) -> list[float]:
+        for end in ends:
+            completions = [text.partition(end)[0] + end * (end in text) for text in completions]
         return reward(prompts, [data.prefill + text for text in completions], **columns)
 
     seconds: dict[int, float] = {}
