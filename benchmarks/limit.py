@@ -28,7 +28,7 @@ Shapes = Counter[tuple[tuple[Any, ...], ...]]
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products by their factors' shapes, strides and dtype."""
+    """Counts matrix products by their factors' shapes, dtype, and whether they are transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in PRODUCTS:
             factors = [x for x in args if isinstance(x, torch.Tensor)][-2:]
-            self.found[tuple((tuple(x.shape), x.stride(), x.dtype) for x in factors)] += 1
+            self.found[tuple((tuple(x.shape), x.dtype, x.stride(-1) != 1) for x in factors)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -45,7 +45,7 @@ def alone(found: Shapes) -> float:
     """Return the CPU seconds of these products by themselves."""
     total = 0.0
     for factors, count in found.items():
-        a, b = (torch.randn(s, dtype=d).as_strided(s, t) for s, t, d in factors_with_room(factors))
+        a, b = (random_factor(*factor) for factor in factors)
         torch.matmul(a, b)
         repeats = min(count, 5)
         start = time.process_time()
@@ -55,14 +55,10 @@ def alone(found: Shapes) -> float:
     return total
 
 
-def factors_with_room(factors: Any) -> Any:
-    """Give back each factor's shape, strides without gaps in the same order, and dtype."""
-    for shape, stride, dtype in factors:
-        order = sorted(range(len(shape)), key=lambda i: (stride[i], shape[i]))
-        dense, step = [0] * len(shape), 1
-        for i in order:
-            dense[i], step = step, step * shape[i]
-        yield shape, tuple(dense), dtype
+def random_factor(shape: tuple[int, ...], dtype: torch.dtype, is_transposed: bool) -> torch.Tensor:
+    if not is_transposed:
+        return torch.randn(shape, dtype=dtype)
+    return torch.randn(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT
 
 
 def measure(config: str, overrides: list[str]) -> dict[str, dict[str, float]]:
