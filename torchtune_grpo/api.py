@@ -19,8 +19,7 @@ from torchtune import utils
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder, claim_output_dir
 from torchtune_grpo.checkpoint.model_card import ModelCard
-from torchtune_grpo.cli.commands import do_without_data
-from torchtune_grpo.config.command_line import load_config, set_key
+from torchtune_grpo.config.command_line import do_without_data, load_config, set_key
 from torchtune_grpo.config.text import ConfigError, noted, shortened, suggest
 from torchtune_grpo.data.load import as_sequence
 from torchtune_grpo.machine import lock, parallel

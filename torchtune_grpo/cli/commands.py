@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torchtune_grpo.checkpoint.model_card import ModelCard
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import load_component, markdown_table
-from torchtune_grpo.config.command_line import extend_import_path, load_config
+from torchtune_grpo.config.command_line import do_without_data, extend_import_path, load_config
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, shortened, to_json, visible
 from torchtune_grpo.machine import parallel
@@ -142,12 +142,6 @@ def sample() -> None:
     run.prepare_model()
     _print_samples(run, args)
     run.close()
-
-
-def do_without_data(cfg: DictConfig) -> None:
-    """Let prompts be encoded like data that were in a script's memory or never existed."""
-    cfg.dataset |= {"rows": [{cfg.dataset.get("prompt_column", "prompt"): "-"}], "columns": None}
-    cfg.batch_size, cfg.rewards = 1, [{"_component_": "torchtune_grpo.rewards.math_format_reward"}]
 
 
 def _print_samples(run: Run, args: argparse.Namespace) -> None:

@@ -160,6 +160,12 @@ def _no_entry(cfg: DictConfig, key: str) -> str | None:
     return None
 
 
+def do_without_data(cfg: DictConfig) -> None:
+    """Let prompts be encoded like data that were in a script's memory or never existed."""
+    cfg.dataset |= {"rows": [{cfg.dataset.get("prompt_column", "prompt"): "-"}], "columns": None}
+    cfg.batch_size, cfg.rewards = 1, [{"_component_": "torchtune_grpo.rewards.math_format_reward"}]
+
+
 def set_key(cfg: DictConfig, key: str, value: object) -> None:
     """Set a dotted key; a string in place of a component names another component.
 
