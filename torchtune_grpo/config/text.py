@@ -288,7 +288,7 @@ def errors_in_one_line(keep: Callable[[str], str | None] = lambda text: None) ->
     """
     try:
         yield
-        sys.stdout.flush()  # Python's own flush, at the end, would only mumble
+        sys.stdout.flush()  # Python's own flush, at its exit, would only print a warning
     except BrokenPipeError:  # `| head` has read enough
         _end_output()
         sys.exit(1)

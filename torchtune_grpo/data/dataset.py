@@ -417,7 +417,7 @@ class PromptBatch:
 
 
 def first_prompts(dataset: PromptData) -> set[tuple[int, ...]]:
-    """Return the prompts in tokens that are read at the start, those of each mixed data set."""
+    """Return the prompts that are read at the start, as tokens; of mixed data sets, each one's."""
     found: set[tuple[int, ...]] = set()
 
     def note(items: Sequence[Item]) -> dict[int, str | None]:

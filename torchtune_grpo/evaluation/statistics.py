@@ -133,7 +133,7 @@ def kind_of(evaluation: Mapping[str, Any]) -> str:
 
 
 def full_title(name: str, evaluation: Mapping[str, Any]) -> str:
-    """Return a number's title with the problems that it is about, to begin a sentence."""
+    """Return a number's title, to begin a sentence: ``Held-out accuracy``."""
     title = title_of(name, evaluation)
     what = f"mean of {title}" if name == "accuracy" != title else title
     return f"{kind_of(evaluation).capitalize()} {what}"

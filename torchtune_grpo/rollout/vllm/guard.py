@@ -62,7 +62,7 @@ class PolicyWeights:
         return parameter
 
     def checksums(self, *, vocab: int) -> set[int]:
-        """Return those that vLLM's weights should have.
+        """Return the checksums that vLLM's weights should have.
 
         There is one for each matrix with a row for each id, as its head may be its embeddings, and
         one for all other weights together, as it joins some of them.
@@ -76,9 +76,10 @@ class PolicyWeights:
 
 
 def vllms_checksums(model: nn.Module) -> set[int]:
-    """Return those of what a model of vLLM's computes with: of its products with unit vectors.
+    """Return the checksums of the weights that a model of vLLM's computes with.
 
-    For on a CPU the matrices themselves are packed, and only products read them.
+    They are taken from its products with unit vectors: on a CPU the matrices themselves are packed,
+    and only products can read them.
     """
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
