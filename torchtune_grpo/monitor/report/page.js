@@ -96,14 +96,21 @@ function showVerdict({ tone, headline, why, kind, scores, facts, findings }) {
 
 // ---- Curves
 
+// What a curve says to those who cannot see it.
+function inWords({ label, steps, values }) {
+  const at = (place) => `${number(values.at(place))} at step ${steps.at(place)}`;
+  return `${label}: ${at(0)}, ${at(-1)}`;
+}
+
 function showPanel({ title, what, lines }, position) {
   const keys = lines.length > 1 ? lines.map(({ label, colour }) => {
     const key = el("span", {}, label);
     key.style.setProperty("--key", `var(--c${colour})`);
     return key;
   }) : [];
+  const plot = el("div", { className: "plot", id: `panel-${position}`, role: "img", "aria-label": lines.map(inWords).join("; ") });
   const card = el("div", { className: "card" }, el("h3", {}, title), el("p", { className: "what" }, what),
-    el("div", { className: "legend" }, keys), el("div", { className: "plot", id: `panel-${position}` }));
+    el("div", { className: "legend" }, keys), plot);
   byId("panels").append(card);
 }
 
@@ -111,6 +118,24 @@ function showPanel({ title, what, lines }, position) {
 
 const chosen = { step: "", prompt: "", filter: "", shown: SHOWN };
 const promptOf = (group) => (group.index === null ? text(group.prompt)[0] : String(group.index));
+
+// Where the line begins in which prompts first differ: few-shot examples, say, are the same in all.
+function sharedStart(prompts) {
+  let same = prompts[0].length;
+  for (const prompt of prompts) {
+    let at = 0;
+    while (at < same && prompt[at] === prompts[0][at]) at += 1;
+    same = at;
+  }
+  return prompts.length > 1 ? prompts[0].lastIndexOf("\n", same - 1) + 1 : 0;
+}
+
+const ownFrom = data.groups.length ? sharedStart([...new Set(data.groups.map((group) => text(group.prompt)[0]))]) : 0;
+
+function showPrompt(prompt) {
+  const [head, ...rest] = text(prompt);
+  return el("pre", { dir: "auto" }, head.slice(0, ownFrom), el("span", { className: "own" }, head.slice(ownFrom)), rest);
+}
 
 // Equal answers with equal rewards are one card that counts them.
 function merged(rows) {
@@ -152,7 +177,7 @@ function showGroup(group) {
   const title = `Step ${group.step}` + (group.index === null ? "" : `, prompt #${group.index}`);
   return el("article", { className: "group", tabIndex: -1 }, el("h3", {}, title, columns,
     largest ? null : el("small", {}, "all alike: teaches nothing")),
-  el("pre", { dir: "auto" }, text(group.prompt)), el("div", { className: "rows" }, merged(group.rows).map((row) => showRow(row, largest))));
+  showPrompt(group.prompt), el("div", { className: "rows" }, merged(group.rows).map((row) => showRow(row, largest))));
 }
 
 function inView(group) {
@@ -167,6 +192,7 @@ function showGroups() {
   if (!chosen.prompt) found.sort((a, b) => b.step - a.step || teaches(b) - teaches(a));
   const place = byId("groups");
   place.replaceChildren(...found.slice(0, chosen.shown).map(showGroup));
+  for (const own of place.querySelectorAll(".own")) own.parentNode.scrollTop = own.offsetTop - own.parentNode.offsetTop;
   if (!found.length) place.append(el("p", {}, "None."));
   if (found.length > chosen.shown) {
     const more = el("button", { type: "button" }, `more (${found.length - chosen.shown} groups)`);
@@ -214,7 +240,7 @@ function showCompletions() {
     prompts.set(promptOf(group), { ...known, count: known.count + 1 });
   }
   const often = [...prompts].sort((a, b) => b[1].count - a[1].count).map(([value, { count, title }]) => {
-    const line = title.replace(/\s+/g, " ");
+    const line = title.slice(ownFrom).replace(/\s+/g, " ");
     return [value, `${count} × ${line.length > 60 ? `${line.slice(0, 60)} …` : line}`];
   });
   const chips = filters.map(([name, , what]) => {
