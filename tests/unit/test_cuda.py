@@ -5,7 +5,6 @@ all that would read a value. What reads values on purpose, at the ends of rows a
 a step is taken, is left out.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from unittest.mock import Mock
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from fake_cuda import CUDA, Operations, backward, fake_cuda, on_cuda
 from launches import LLAMA_1B, count, counted, counting_cuda
 from policies import KINDS, LORA, SHAPE, VOCAB, build_policy, full_logprobs, randomize
+from rollouts import request
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.nn import functional as F
@@ -27,7 +27,7 @@ from trajectories import make_groups
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine import parallel, segments
 from torchtune_grpo.machine.segments import (
@@ -43,8 +43,7 @@ from torchtune_grpo.rollout.cache import CacheSize, GroupCache
 from torchtune_grpo.rollout.graphs import StepGraphs
 from torchtune_grpo.rollout.linear import RolloutLinear
 from torchtune_grpo.rollout.native import NativeEngine
-from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
-from torchtune_grpo.rollout.sampling import row_keys
+from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import MiniBatch, micro_batches
 from torchtune_grpo.training.optimizer import PolicyOptimizer
@@ -146,25 +145,15 @@ PARAMS = {
 }
 
 
-def request_of(prompts: list[list[int]], *, stops: Sequence[int] = (), **params) -> RolloutRequest:
-    """A group of four for each prompt."""
-    return RolloutRequest(
-        prompts=prompts,
-        group_size=4,
-        params=SamplingParams(**{"max_generated_tokens": 12, **params}),
-        stop_tokens=stops,
-        keys=row_keys(seed=0, step=0, prompt_indices=range(len(prompts)), group_size=4),
-    )
-
-
 @torch.no_grad()
 def sample_groups(kind: str, *, graphs: StepGraphs | None = None, merge: str = "auto", **params):
     """Two turns of rows, and steps between; returns the operations of the last step."""
     engine = NativeEngine(EngineContext(policy(kind), RolloutConfig(), CUDA), merge_adapters=merge)
-    request = request_of([[1] * length for length in (5, 2, 9)], stops=[3, 4], **params)
+    prompts = [[1] * length for length in (5, 2, 9)]
+    asked = request(prompts, group_size=4, stops=[3, 4], **params)
     with fake_cuda(), engine.current_weights() as (decoder, cache):
-        size = CacheSize.of(request, max_rows=8)
-        rollout = GroupRollout(decoder, cache, engine._buffers, request, size=size, graphs=graphs)
+        size = CacheSize.of(asked, max_rows=8)
+        rollout = GroupRollout(decoder, cache, engine._buffers, asked, size=size, graphs=graphs)
         assert rollout.replace_ended()
         for _ in range(GroupCache.BLOCK + 1):  # the cache grows
             rollout.decode()
@@ -291,10 +280,7 @@ def test_flash_attention_counts_the_tokens_before_a_query(window, before, monkey
     assert asked == [(before, 0)]
 
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.mark.parametrize("rank", [pytest.param(rank, marks=GPU) for rank in (1, 4)])
@@ -303,7 +289,7 @@ def test_lora_of_any_rank_samples_what_the_model_says(rank):
     model = lora_llama3_2(**LORA | {"lora_rank": rank}, **SHAPE | {"embed_dim": 256})
     model = randomize(model).to("cuda", torch.bfloat16)
     engine = NativeEngine(EngineContext(model, RolloutConfig(), torch.device("cuda")))
-    samples = engine.generate(request_of([[1, 2, 3], [4] * 9]))
+    samples = engine.generate(request([[1, 2, 3], [4] * 9], group_size=4, stops=()))
     for row, prompt in enumerate([[1, 2, 3]] * 4 + [[4] * 9] * 4):
         tokens = torch.tensor(prompt + samples.responses[row].tolist(), device="cuda")
         expected = full_logprobs(model, tokens, 1.0)[0, len(prompt) - 1 :]

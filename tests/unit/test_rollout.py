@@ -16,13 +16,25 @@ import pytest
 import torch
 from decode_attention import decode_attention  # noqa: F401
 from policies import KINDS, SHAPE, VOCAB, build_policy, full_logprobs
+from rollouts import (
+    STOP,
+    assert_same_samples,
+    context,
+    native,
+    plain,
+    random_prompts,
+    request,
+    responses,
+    sample,
+    text_of,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.models.gemma2._component_builders import gemma2
 
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import batch, sample_groups
 from torchtune_grpo.rollout import native as engines
@@ -30,7 +42,7 @@ from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.graphs import Buffers, CudaRecorder, StepGraphs
 from torchtune_grpo.rollout.native import NativeEngine
-from torchtune_grpo.rollout.request import EngineContext, RolloutRequest, StopStrings
+from torchtune_grpo.rollout.request import StopStrings
 from torchtune_grpo.rollout.sampling import (
     Sampler,
     bytes_per_logit,
@@ -41,7 +53,6 @@ from torchtune_grpo.rollout.sampling import (
 from torchtune_grpo.run import Run
 from torchtune_grpo.training.optimizer import PolicyOptimizer, optimizer_step
 
-STOP = 7
 CPU = torch.device("cpu")
 FAMILIES = ("llama2", "phi3", "gemma", "dora_with_biases")
 ENGINES = {
@@ -51,98 +62,11 @@ ENGINES = {
 }
 
 
-def context(model, **settings) -> EngineContext:
-    return EngineContext(model, RolloutConfig(**settings), next(model.parameters()).device)
-
-
-class FullForward:
-    """Samples row after row with the model's own forward of all tokens, which caches nothing."""
-
-    def __init__(self, model):
-        self.model = model
-
-    @torch.no_grad()
-    def generate(self, request):
-        vocab = self.model.tok_embeddings.num_embeddings
-        transcript = batch.Transcript(request, slots=1, vocab=vocab, buffers=Buffers(CPU))
-        slot, lengths, ends = torch.tensor([0]), [], []
-        for number in range(request.num_rows):
-            prompt, row = request.prompts[number // request.group_size], torch.tensor([number])
-            transcript.begin([prompt], slots=[0])
-            count = end = 0
-            while not end and count < request.max_row_tokens:
-                tokens = torch.tensor([[*prompt, *transcript.tokens[number, :count].tolist()]])
-                last = row.new_tensor([count - 1]) if count else None
-                transcript.sample(self.model(tokens)[:, -1], numbers=row, last=last, slots=slot)
-                count += 1
-                (end,) = transcript.ends(row, counts=[count], begins=[0], unseen=1)
-            lengths.append(end or count)
-            ends.append(end)
-        return transcript.samples(lengths=lengths, truncated=[end == 0 for end in ends])
-
-
-def native(model, *, max_rows=None, **arguments) -> NativeEngine:
-    return NativeEngine(context(model, max_rows=max_rows), **arguments)
-
-
-def random_prompts(lengths: list[int], *, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
-def request(
-    prompts, *, group_size=2, seed=0, step=0, first=0, stops=(STOP,), decode=None, **params
-) -> RolloutRequest:
-    """``first`` is the place of the first prompt in the data set."""
-    indices = range(first, first + len(prompts))
-    return RolloutRequest(
-        prompts=prompts,
-        group_size=group_size,
-        params=SamplingParams(**{"max_generated_tokens": 12, **params}),
-        stop_tokens=stops,
-        keys=row_keys(seed=seed, step=step, prompt_indices=indices, group_size=group_size),
-        decode=decode,
-    )
-
-
-def sample(engine, prompts, **options):
-    return engine.generate(request(prompts, **options))
-
-
-def responses(samples) -> list[list[int]]:
-    rows = zip(samples.responses.tolist(), samples.lengths.tolist(), strict=True)
-    return [row[:length] for row, length in rows]
-
-
-def text_of(tokens) -> str:
-    """Two letters a token, so that a stop string can begin and end inside one."""
-    return "".join(chr(97 + token % 26) + chr(97 + token // 26) for token in tokens)
-
-
-def assert_same_samples(got, expected) -> None:
-    """Same tokens, ends and log-probs; what stands behind a response's end is undefined."""
-    assert responses(got) == responses(expected)
-    assert torch.equal(got.truncated, expected.truncated)
-    for field in ("sampler_logprobs", "behaviour_logprobs"):
-        for row, length in enumerate(expected.lengths.tolist()):
-            a, b = (getattr(samples, field)[row, :length] for samples in (got, expected))
-            torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
-
-
-def greedy_by_full_forward(model, prompt: list[int], limit: int) -> list[int]:
-    tokens = torch.tensor(prompt)
-    for _ in range(limit):
-        tokens = torch.cat([tokens, model(tokens[None])[0, -1].argmax()[None]])
-        if tokens[-1] == STOP:
-            break
-    return tokens[len(prompt) :].tolist()
-
-
 @functools.cache
 def greedy_case(kind: str):
-    """A model, prompts, and its own full forward's response to each."""
+    """A model, prompts, and its own full forward's responses to each."""
     model, prompts = build_policy(kind), [[7, 8, 9, *p] for p in random_prompts([5, 1, 9])]
-    return model, prompts, [greedy_by_full_forward(model, prompt, 12) for prompt in prompts]
+    return model, prompts, plain(model, request(prompts, temperature=0.0))[0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -150,9 +74,7 @@ def greedy_case(kind: str):
 @torch.no_grad()
 def test_greedy_equals_full_forward(kind, engine):
     model, prompts, expected = greedy_case(kind)
-    samples = sample(ENGINES[engine](model), prompts, temperature=0.0)
-    assert responses(samples) == [response for response in expected for _ in range(2)]
-    assert samples.truncated.tolist() == [r[-1] != STOP for r in expected for _ in range(2)]
+    assert_same_samples(sample(ENGINES[engine](model), prompts, temperature=0.0), expected)
     assert not model.caches_are_setup()
 
 
@@ -319,7 +241,7 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options, monkeypatch
     options = {"group_size": 4, "stops": (STOP, 11, 30), "stop_strings": ("ab",), **options}
     options["decode"] = text_of
     global_state = torch.get_rng_state()
-    expected = sample(FullForward(model), prompts, **options)
+    expected, _ = plain(model, request(prompts, **options))
     lengths = set(expected.lengths.tolist())
     assert len(lengths) > 3  # rows do end at different times
     assert max(lengths) == options.get("max_generated_tokens", 12)
@@ -334,17 +256,6 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options, monkeypatch
     assert_same_samples(sample(engine, prompts, **options), expected)
     assert recorder.recorded > 1
     assert torch.equal(global_state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_response_has_a_limit_beside_the_tokens_that_are_sampled(engine):
-    model, prompts = build_policy(), random_prompts([5, 2, 9])
-    expected = responses(sample(native(model), prompts, stops=()))
-    for limit, length in ((5, 5), (20, 12)):
-        asked = replace(request(prompts, stops=()), row_limit=limit)
-        samples = ENGINES[engine](model).generate(asked)
-        assert responses(samples) == [response[:length] for response in expected]
-        assert samples.truncated.all() and samples.sampled.sum() == 6 * length
 
 
 @pytest.mark.parametrize(
@@ -493,7 +404,7 @@ def test_quantized_base(merge, kind, share, monkeypatch, caplog):
     needed = native(model, merge_adapters=merge)._ready()[0].copied_bytes
     monkeypatch.setattr(engines, "free_bytes", lambda device: 2 * share * needed)
     engine, prompts = native(model, max_rows=4, merge_adapters=merge), random_prompts([5, 3])
-    assert_same_samples(sample(engine, prompts), sample(FullForward(model), prompts))
+    assert_same_samples(sample(engine, prompts), plain(model, request(prompts))[0])
     copied = sum(linear.copied_bytes for linear in engine._decoder.linears())
     assert 0.3 * min(share, 1) * needed <= copied <= min(share, 1) * needed
     assert ("made anew for every token, which is slow" in caplog.text) == (share < 1)
@@ -575,7 +486,7 @@ def test_a_model_that_is_not_recognised_is_refused():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stop_strings_end_with_the_token_that_completes_them(engine, min_new_tokens):
     model, prompts = build_policy(), random_prompts([5, 2, 9])
-    unstopped = sample(FullForward(model), prompts, stops=())
+    unstopped, _ = plain(model, request(prompts, stops=()))
     free = [text_of(row) for row in responses(unstopped)]
     stops = (free[1][7:10], free[3][13:16])  # across a token border, and one of them twice
     options = {"stop_strings": stops, "min_new_tokens": min_new_tokens, "decode": text_of}

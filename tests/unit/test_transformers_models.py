@@ -9,8 +9,8 @@ from checkpoints import saving_config
 from hf_models import BY_TRANSFORMERS, MODELS, SHAPE, VOCAB, hf_folder
 from peft import PeftModel
 from policies import build_policy, response_rows
-from test_rollout import assert_same_samples, text_of
-from test_turns import STOPS, Scripted, plain, with_turns
+from rollouts import assert_same_samples, plain, text_of
+from scripted_turns import STOPS, Scripted, with_turns
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

@@ -12,71 +12,24 @@ from functools import cache
 import pytest
 import torch
 from decode_attention import decode_attention  # noqa: F401
-from policies import build_policy, next_token
-from scripted_turns import LATE, STOPS, Scripted, limited_reply, with_turns
-from test_rollout import (
-    HostRecorder,
+from policies import build_policy
+from rollouts import (
     assert_same_samples,
     context,
     native,
+    plain,
     random_prompts,
     request,
     responses,
     text_of,
 )
+from scripted_turns import LATE, STOPS, Scripted, with_turns
+from test_rollout import HostRecorder
 
 from torchtune_grpo.rollout import batch, paused
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.decoder import NativeDecoder
-from torchtune_grpo.rollout.graphs import Buffers
 from torchtune_grpo.rollout.native import NativeEngine
-from torchtune_grpo.rollout.request import RolloutRequest, StopStrings
-from torchtune_grpo.rollout.sampling import Sampler, uniforms
-from torchtune_grpo.trajectory import Samples
-
-
-@torch.no_grad()
-def plain(model, asked: RolloutRequest) -> tuple[Samples, list[tuple]]:
-    """Play every conversation by itself, with the whole sequence's logits for each token."""
-    params, limit = asked.params, asked.max_row_tokens
-    limits = params.max_generated_tokens, limit
-    sampler = Sampler(params, stop_tokens=asked.stop_tokens, buffers=Buffers(torch.device("cpu")))
-    strings = params.stop_strings and StopStrings(params.stop_strings, decode=asked.decode)
-    noise, rows, questions = uniforms(asked.keys, limit), [], []
-    for number in range(asked.num_rows):
-        prompt = asked.prompts[number // asked.group_size]
-        tokens, kept, begin, turn, truncated = [], [], 0, 0, True
-        while sum(sampled for sampled, *_ in kept) < limits[0] and len(tokens) < limit:
-            token, known = next_token(model, sampler, prompt, tokens, noise[number])
-            tokens.append(token)
-            kept.append(known)
-            start = max(len(tokens) - 1 - begin, params.min_new_tokens - 1 - begin)
-            stops = strings and strings.end(tokens[begin:], start=start)
-            if tokens[-1] not in asked.stop_tokens and not stops:
-                continue
-            sampled = sum(sampled for sampled, *_ in kept)
-            questions.append((number, list(tokens), sampled))
-            reply = limited_reply(number, tokens, turn, sampled, limits)
-            if not reply:
-                truncated = False
-                break
-            tokens, kept = tokens + reply, kept + [(False, 0.0, 0.0)] * len(reply)
-            begin, turn = len(tokens), turn + 1
-        rows.append((tokens, kept, truncated))
-    width = max(len(tokens) for tokens, *_ in rows)
-
-    def padded(values) -> torch.Tensor:
-        return torch.tensor([[*row, *[0] * (width - len(row))] for row in values])
-
-    return Samples(
-        responses=padded(tokens for tokens, *_ in rows),
-        lengths=torch.tensor([len(tokens) for tokens, *_ in rows]),
-        truncated=torch.tensor([truncated for *_, truncated in rows]),
-        sampled=padded([each[0] for each in kept] for _, kept, _ in rows).bool(),
-        sampler_logprobs=padded([each[1] for each in kept] for _, kept, _ in rows),
-        behaviour_logprobs=padded([each[2] for each in kept] for _, kept, _ in rows),
-    ), questions
-
 
 CASES = {
     "plain": ("qwen", {}),
@@ -98,7 +51,7 @@ def case(name: str):
     limit = options.pop("row_limit", 130 if name == "long" else 60)
     options = {"group_size": 2, "stops": STOPS, "max_generated_tokens": 24, **options}
     asked = replace(request(random_prompts([5, 2, 9]), **options), row_limit=limit)
-    return model, asked, *plain(model, asked)
+    return model, asked, *plain(model, with_turns(asked, Scripted()))
 
 
 def assert_plays(engine: NativeEngine, name: str, late=LATE["at_once"]) -> Scripted:
