@@ -44,6 +44,7 @@ rewards:
     format: text
     isolation: process
 deciding_reward: right
+sampler: {_component_: torchtune_grpo.data.MixedSampler, rest: 1}
 evaluation: {samples: 0, every_n_steps: null}
 num_steps: 3
 batch_size: 4
@@ -86,8 +87,14 @@ def test_a_step_has_the_shares_of_the_weights_and_each_row_its_own_reward(folder
             assert wanted is None and text["rewards"]["right"] in (0, 1)
     rows = [step["prompts"]["prompt_index"] for step in steps]
     assert [sum(index >= 40 for index in indices) for indices in rows] == [1, 1, 1]
-    rates = [name for name in steps[-1] if name.startswith("sampler/")]
-    assert rates == ["sampler/pass_rate/sums", "sampler/pass_rate/talks"]
+    assert [*of_sampler(steps[-1])] == [
+        f"sampler/{name}" for name in ("pass_rate/sums", "pass_rate/talks", "resting")
+    ]
+    assert "resting" in (folder / "out/run.html").read_text()
+
+
+def of_sampler(step):
+    return {name: value for name, value in step.items() if name.startswith("sampler/")}
 
 
 @pytest.mark.slow
@@ -105,14 +112,18 @@ def test_a_resumed_run_refuses_other_weights_and_rows(folder):
 
 @pytest.mark.slow
 def test_two_ranks_draw_the_prompts_of_one_and_resume_to_the_bit(folder):
-    """Each has half of the batch, and the turns that the data sets take are those of the whole."""
+    """Each has half of the batch; turns of the data sets and resting prompts are of the whole."""
     command = ["--config", "mixed.yaml", "output_dir=ranks", "batch_size=2"]
     run_ranks(*command, ranks=2, cwd=folder)
     one, both = (
-        [step["prompts"]["prompt_index"] for step in read(folder / name, "step")]
+        [
+            (step["prompts"]["prompt_index"], of_sampler(step))
+            for step in read(folder / name, "step")
+        ]
         for name in ("out", "ranks")
     )
-    assert both == one and [sum(row < 40 for row in rows) for rows in both] == [3, 3, 3]
+    assert both == one and [sum(row < 40 for row in rows) for rows, _ in both] == [3, 3, 3]
+    assert both[-1][1]["sampler/resting"] > both[0][1]["sampler/resting"] == 0
     whole, seen = (
         weights((folder / "ranks/step_000003").rename(folder / "ranks_once")),
         untimed(folder / "ranks"),
@@ -121,7 +132,7 @@ def test_two_ranks_draw_the_prompts_of_one_and_resume_to_the_bit(folder):
     again = weights(folder / "ranks/step_000003")
     assert whole.keys() == again.keys() and all(whole[n].equal(again[n]) for n in whole)
     assert distance(whole, weights(folder / "ranks/step_000002")) > 0
-    assert untimed(folder / "ranks") == seen  # with the data sets' pass rates
+    assert untimed(folder / "ranks") == seen  # with all of the sampler's
 
 
 def test_an_evaluation_tells_the_data_sets_apart(folder):
