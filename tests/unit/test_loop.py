@@ -1,10 +1,8 @@
-"""The process's one asyncio loop: what one call does to it never harms the next."""
+"""The process's one asyncio loop; test_reward_calls.py has what calls do to it, and raise."""
 
 import asyncio
 import os
 import threading
-
-import pytest
 
 from torchtune_grpo.machine import loop
 
@@ -29,34 +27,6 @@ def test_calls_from_many_threads_at_once_share_one_loop(monkeypatch):
         thread.join()
     assert len(found) == 16 and len(set(found)) == 1
     assert loop.run(identity()) == found[0]
-
-
-def test_a_semaphore_of_the_first_call_serves_the_next():
-    semaphore = asyncio.Semaphore(1)
-
-    async def use():
-        async with semaphore:
-            await asyncio.sleep(0.01)
-        return "used"
-
-    async def use_both():
-        return await asyncio.gather(use(), use())  # one of them waits, and so binds it to the loop
-
-    assert loop.run(use_both()) == loop.run(use_both()) == ["used", "used"]
-
-
-@pytest.mark.parametrize(
-    "error", [ValueError, SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit]
-)
-def test_what_a_call_raises_is_its_own(error):
-    before = loop.run(identity())
-
-    async def fail():
-        raise error("as you wish")
-
-    with pytest.raises(error, match="as you wish"):
-        loop.run(fail())
-    assert loop.run(identity()) == before
 
 
 def test_a_task_that_exits_behind_a_call_ends_nothing():

@@ -10,7 +10,6 @@ import threading
 import time
 from decimal import Decimal
 from functools import partial
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from omegaconf import OmegaConf
 from ranks import on_two_ranks
 
 from torchtune_grpo import rewards as shipped_rewards
-from torchtune_grpo.advantages import reward_advantages
-from torchtune_grpo.config.keys import RewardAggregation
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.machine import loop
@@ -218,62 +215,42 @@ def test_functions_that_cannot_be_called_as_rewards_are_called():
         RewardSet([Reward("r", 3)])
 
 
-def test_chat_gives_all_messages_and_text_the_last(llama3_tokenizer):
-    """From the data set's row through the rollout; each call has messages of its own."""
-    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    turns.append({"role": "user", "content": "Sure?"})
-    rows = [{"prompt": turns}, {"prompt": "2+2?"}]
-    data = RLDataset(llama3_tokenizer, rows=rows, system_prompt="Be brief.")
-    batch = collate_prompts([*data])
-    seen = {}
-
-    def spy(prompts, completions, **columns):
-        seen["chat"] = copy.deepcopy(prompts)
-        prompts[0].clear()
-        return [0.0] * len(prompts)
-
-    def text(prompts, completions, **columns):
-        seen["text"] = prompts
-        return [0.0] * len(prompts)
-
-    rewards = RewardSet([Reward("a", spy, format="chat"), Reward("b", text, format="text")])
-    for _ in range(2):
-        rewards(prompts=batch.prompts, completions=["3", "4"], columns=batch.columns)
-        system = {"role": "system", "content": "Be brief."}
-        assert seen["chat"] == [[system, *turns], [system, {"role": "user", "content": "2+2?"}]]
-        assert seen["text"] == ["Sure?", "2+2?"] and {*map(type, seen["text"])} == {str}
-
-
 class Repeating(RepetitionPenalty):
     """A user's, which takes texts like the one it is made of."""
 
 
-def test_what_a_reward_gets_follows_from_the_row(llama3_tokenizer):
-    """As in TRL; rewards of the package take texts, and so may others."""
-    turns = [{"role": "user", "content": "1+1?"}]
-    data = RLDataset(llama3_tokenizer, rows=[{"prompt": turns, "answer": "2"}])
-    batch = collate_prompts([*data])
-    seen = {}
+def test_what_a_reward_gets_follows_from_the_row_unless_it_has_a_format(llama3_tokenizer):
+    """All messages, as in TRL, or the last one's text, which rewards of the package take."""
+    system = {"role": "system", "content": "Be brief."}
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    turns.append({"role": "user", "content": "Sure?"})
+    answer, seen = "The answer is 2. " * 2, {}
+
+    def given(prompt):
+        row = {"prompt": prompt, "answer": "2"}
+        data = RLDataset(llama3_tokenizer, rows=[row], system_prompt="Be brief.")
+        batch = collate_prompts([*data])
+        return dict(prompts=batch.prompts, completions=[answer], columns=batch.columns)
 
     def spy(prompts, completions, **columns):
         seen["own"] = prompts, completions
         return [0.0] * len(prompts)
 
-    answer = "The answer is 2. " * 2
     right = Reward("right", partial(math_correctness_reward, strict=False))
     rewards = RewardSet([Reward("own", spy), right, Reward("repeating", Repeating(ngram=1), 0.1)])
-    given = dict(prompts=batch.prompts, completions=[answer], columns=batch.columns)
-    scores = rewards(**given)
-    assert seen["own"] == ([turns], [[{"role": "assistant", "content": answer}]])
+    scores, said = rewards(**given(turns)), [[{"role": "assistant", "content": answer}]]
+    assert seen["own"] == ([[system, *turns]], said)
     assert scores.scores.tolist() == [[0.0, 1.0, -0.5]]
-    RewardSet([Reward("own", spy, format="text")])(**given)
-    assert seen["own"] == (["1+1?"], [answer])
+    RewardSet([Reward("own", spy, format="text")])(**given(turns))
+    assert seen["own"] == (["Sure?"], [answer]) and type(seen["own"][0][0]) is str
+    RewardSet([Reward("own", spy, format="chat")])(**given("1+1?"))
+    assert seen["own"] == ([[system, turns[0]]], said)
 
     def length(prompts, completions, **columns):
         return [float(len(re.findall("2", text))) for text in completions]
 
     with pytest.raises(RewardFailure, match="set format: text in its node"):
-        RewardSet([Reward("length", length)])(**given)
+        RewardSet([Reward("length", length)])(**given(turns))
 
 
 def test_all_shipped_rewards_read_text():
@@ -367,14 +344,15 @@ def test_notes_of_calls_one_by_one_are_joined():
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1e39, 10**400, ValueError("x")])
 def test_what_is_no_finite_number_is_a_failure(value):
-    """Not a None: it counts as an error, and by default stops everything."""
+    """Not a None: it counts as an error and as its group's mean; by default it stops everything."""
 
     def reward(prompts, completions, **columns):
         return [1.0, value, None, 2.0]
 
-    scores = score(reward, share=0.25)
+    scores = score(reward, share=0.25, group_size=4)
     assert scores.failed[:, 0].tolist() == [False, True, False, False]
     assert scores.scores.isnan()[:, 0].tolist() == [False, True, True, False]
+    assert [*map(str, scores.total.tolist())] == ["1.0", "1.5", "nan", "2.0"]
     with pytest.raises(RewardFailure, match="'r0' failed on 1 of 4 completions, first at index 1"):
         score(reward, share=0.0)
 
@@ -505,23 +483,6 @@ def test_all_ranks_judge_failures_alike(tmp_path):
     assert 'raise error("mine")' in failed
     assert "log_extra('said', ...) got 3 values for 4 completions" in contract
     assert "failed on 4 of 8 completions, first at index 0 of rank 1: SystemExit: 0" in ended
-
-
-@pytest.mark.parametrize("aggregation", get_args(RewardAggregation))
-def test_a_failed_score_neither_praises_nor_blames(aggregation):
-    """Group 1 has spread, and the failure lies in its middle; in group 2 the others are equal."""
-
-    def reward(prompts, completions, **columns):
-        values = {"c0": 1.0, "c1": 1.0, "c3": -2.0}
-        return [values.get(c, KeyError("mine") if c in ("c2", "c7") else 1.0) for c in completions]
-
-    scores = score(Reward("r", reward, weight=2.0), n=8, share=0.5, group_size=4)
-    assert scores.total.tolist() == [2, 2, 0, -4, 2, 2, 2, 2]
-    advantages = reward_advantages(
-        scores.total, scores.scores, scores.weights, group_size=4, aggregation=aggregation
-    )
-    assert advantages[2].abs() < 1e-6 and advantages[0] > 0.3 and advantages[3] < -1
-    assert advantages[4:].tolist() == [0, 0, 0, 0]
 
 
 def test_which_reward_decides():
