@@ -73,12 +73,6 @@ def send_in_a_step(folder, command, *signals, pause=0.0, place="noted/step"):
         return done.result()
 
 
-def test_at_a_good_end(tmp_path):
-    done = train(tmp_path, *settings(tmp_path))
-    assert done.code == 0, done.err
-    check_closed(tmp_path)
-
-
 def test_after_an_error(tmp_path):
     """Also if a thread is left, for which Python would wait."""
     (tmp_path / "bad.py").write_text(BAD)
@@ -88,12 +82,13 @@ def test_after_an_error(tmp_path):
     check_closed(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
 def test_after_a_signal_in_a_step(name, tmp_path):
+    """Also after one that no process can handle."""
     number = getattr(signal, name)
     command = settings(tmp_path, slowness=0.3)
     done = send_in_a_step(tmp_path, [*command, "num_steps=9"], number)
-    assert done.code == 128 + number, done.err
+    assert done.code == (-number if name == "SIGKILL" else 128 + number), done.err
     check_closed(tmp_path)
 
 
@@ -101,6 +96,7 @@ def test_after_a_signal_in_a_step(name, tmp_path):
 def test_after_a_signal_before_the_first_step(name, tmp_path):
     done = train(tmp_path, *settings(tmp_path, end=name))
     assert done.code == -getattr(signal, name), done.err
+    assert not (tmp_path / "out" / "run.jsonl").exists()
     check_closed(tmp_path)
 
 
@@ -111,14 +107,8 @@ def test_after_ctrl_c_twice(tmp_path):
     signals = [signal.SIGINT, signal.SIGINT]
     pause = ECHO_SECONDS + 0.3
     done = send_in_a_step(tmp_path, command, *signals, pause=pause, place="reward")
-    assert done.code == 128 + signal.SIGINT, done.err
-    check_closed(tmp_path)
-
-
-def test_after_a_kill_that_no_process_can_handle(tmp_path):
-    command = settings(tmp_path, slowness=0.3)
-    done = send_in_a_step(tmp_path, [*command, "num_steps=9"], signal.SIGKILL)
-    assert done.code == -signal.SIGKILL
+    assert done.code == 128 + signal.SIGINT and "SIGINT: saving" in done.err, done.err
+    assert not list(tmp_path.glob("out/step_*"))
     check_closed(tmp_path)
 
 
@@ -137,7 +127,7 @@ def test_of_a_script_that_closes_nothing(tmp_path):
     check_closed(tmp_path)
 
 
-def test_on_each_rank(tmp_path):
+def test_at_a_good_end_on_each_rank(tmp_path):
     command = settings(tmp_path)
     run_ranks("--config", "tiny_arithmetic_grpo", *command, ranks=2, cwd=tmp_path, PYTHONPATH=TESTS)
     assert len([*(tmp_path / "noted").glob("child-*")]) == 8

@@ -1,4 +1,7 @@
-"""Real signals to real runs at chosen moments, and resumes."""
+"""Real signals to real runs at chosen moments, and resumes.
+
+test_environment_ends.py has signals before the first step, and a second Ctrl-C.
+"""
 
 import os
 import signal
@@ -16,7 +19,7 @@ num_steps=5 ppo_epochs=2 grpo_samples=4 forward_batch_size=null
 max_generated_tokens=8 dataset.num_samples=64 eval_dataset.num_samples=6 evaluation.samples=0
 evaluation.every_n_steps=2 output_dir=out model=torchtune_grpo.models.lora_hf_model
 num_minibatches=2 sampler._component_=moments.Sampler
-model.lora_dropout=0.5 tokenizer._component_=moments.tokenizer loss._component_=moments.Loss
+model.lora_dropout=0.5 loss._component_=moments.Loss
 """.split()
 REWARDS = "{_component_: moments.reward}, {_component_: moments.judge}, "
 REWARDS += "{_component_: apart.isolated, isolation: process, timeout: 99}"
@@ -26,14 +29,13 @@ RESUME = "resume_from_checkpoint=True"
 
 # MOMENT=place:n:signal[:rank] sends a signal when the place is passed for the n-th time.
 MOMENTS = """
-import asyncio, contextlib, os, random, signal, sys, threading, time
+import asyncio, os, random, signal, sys, threading, time
 from collections import Counter
 
 import numpy as np
 import torch
 from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.loss import GRPOLoss
-from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rollout.native import NativeEngine
 
 passed = Counter()
@@ -52,14 +54,6 @@ def send(after=0.0):
 def at(place):
     if is_at(place) and HERE == RANK:
         os.kill(os.getpid(), getattr(signal, SIGNAL))
-
-class Dropped:
-    def __del__(self):  # where an exception would be lost
-        at("setup")
-
-def tokenizer(model_dir):
-    Dropped()
-    return hf_tokenizer(model_dir)
 
 class Sampler(ShuffledSampler):  # as a user's may be
     def __init__(self, dataset, **given):
@@ -88,12 +82,6 @@ def reward(prompts, completions, **columns):
     if is_at("hang"):
         send(after=0.5)
         time.sleep(999)
-    if is_at("deaf"):
-        while True:
-            with contextlib.suppress(BaseException):
-                send()
-                send(after=2.0)
-                time.sleep(999)
     if is_at("isolated"):
         open("isolated", "w").close()
         send(after=1.0)
@@ -202,16 +190,6 @@ def test_two_ranks_leave_together(folder):
         assert steps(out)[-1] == step and f"after step {step}." in said(done[0])
     run(folder, *three, RESUME, ranks=2, check=True)
     check_same(out, folder / "whole")
-
-
-@pytest.mark.slow
-def test_a_run_exits_at_once_before_the_first_step_or_on_a_second_signal(folder):
-    done = run(folder, moment="setup:1:SIGTERM")
-    assert done.code == -signal.SIGTERM and said(done)
-    assert not (folder / "out" / "run.jsonl").exists()
-    done = run(folder, moment="deaf:3:SIGINT")
-    assert done.code == 130 and not steps(folder / "out")
-    assert "SIGINT: saving" in said(done)
 
 
 @pytest.mark.slow
