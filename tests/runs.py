@@ -81,6 +81,7 @@ def tune(*arguments: object, cwd: Path, **settings: Any) -> Result:
 def run_ranks(
     *arguments: object,
     ranks: int,
+    machines: int = 1,
     cwd: Path,
     check: bool = True,
     recipe: Path | None = None,
@@ -94,10 +95,11 @@ def run_ranks(
     first, name, *rest = map(str, arguments)
     assert first == "--config"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
+    of_machine = ranks // machines
     common = environment(
         **env,
         WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(of_machine),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(store.port),
         TORCHELASTIC_USE_AGENT_STORE="True",
@@ -107,7 +109,8 @@ def run_ranks(
     script = [file, "--config", config, *rest]
     if command:
         script = ["-m", "torchtune_grpo", command, config, *rest]
-    envs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    numbers = [(str(rank), str(rank % of_machine)) for rank in range(ranks)]
+    envs = [{**common, "RANK": rank, "LOCAL_RANK": local} for rank, local in numbers]
     if _needs_gpu(script):
         with ThreadPoolExecutor(ranks) as pool:
             done = list(pool.map(lambda env: run_python(*script, cwd=cwd, **env), envs))

@@ -1,22 +1,19 @@
 """Two gloo ranks against one process, killed ranks, and two machines.
 
 What torchrun itself does is tested with the real ``tune run --nproc_per_node``: that it starts
-the ranks, on a copied recipe too, what happens when one of them dies, and that machines find each
-other. Everything else starts the same file with the same environment in forked processes.
+the ranks, on a copied recipe too, and what happens when one of them dies. Everything else starts
+the same file with the same environment in forked processes.
 """
 
 import json
 import os
-import shutil
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import peft_adapter
-from fork_server import environment, fork_server
 from processes import children, is_alive, wait_until
 from runs import (
     DISTRIBUTED,
@@ -26,7 +23,6 @@ from runs import (
     OF_LENGTH,
     RECIPE,
     SGD,
-    TUNE,
     Result,
     adapter,
     completions,
@@ -115,32 +111,6 @@ def run(folder: Path, config: str, *more: str, ranks: int = 2, **options: Any) -
     return [tune("run", RECIPE, *arguments, **options)]
 
 
-def run_copy(folder: Path, config: str, *more: str, ranks: int) -> None:
-    """Copy recipe and config into an empty folder, and run torchrun on the copies.
-
-    There is an agent for each rank; they find each other on loopback, as machines would.
-    """
-    changes = settings(folder, config, *more)
-    work = folder / "work"
-    work.mkdir()
-    copy_recipe(config, work, recipe=DISTRIBUTED)
-    shutil.copy(folder / "my_rewards.py", work)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = ["run", "--nnodes", str(ranks), "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
-    launch += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "7"]
-    agents = fork_server().run(
-        *(str(TUNE), *launch, "my_grpo.py", "--config", "my_config.yaml", *changes),
-        cwd=work,
-        envs=ranks * [environment()],
-    )
-    said = "".join(out[-1000:] + err[-3000:] for _, out, err in agents)
-    assert [code for code, _, _ in agents] == ranks * [0], said
-    assert "Running with torchrun" in said
-    assert "Exception ignored" not in said  # ranks of torchrun are new interpreters, to their end
-
-
 def answers(folder: Path) -> list[tuple]:
     keys = ("step", "prompt", "completion", "reward")
     return sorted(tuple(line[key] for key in keys) for line in completions(folder))
@@ -148,7 +118,7 @@ def answers(folder: Path) -> list[tuple]:
 
 VARIANTS = {
     QWEN3: {
-        "two machines": [],  # by torchrun
+        "two machines": [],
         "one machine": [],
         "sharded": ["distributed.sharding=always", "forward_batch_size=4"],  # two micro-batches
     },
@@ -158,7 +128,7 @@ VARIANTS = {
             "enable_activation_checkpointing=true",
             "forward_batch_size=null",
             "forward_token_budget=90",
-        ],
+        ]
     },
     QLORA: {"sharded": ["distributed.sharding=always"]},
 }
@@ -185,8 +155,8 @@ def test_two_ranks_take_the_same_steps_as_one(tmp_path, config):
     runs = {"one": (0, ["batch_size=4"])}
     runs |= {name: (2, more) for name, more in VARIANTS[config].items()}
     for name, (ranks, more) in runs.items():
-        start = run_copy if name == "two machines" else run
-        start(tmp_path / name, config, *objective, *more, ranks=ranks)
+        machines = {"machines": 2} if name == "two machines" else {}
+        run(tmp_path / name, config, *objective, *more, ranks=ranks, **machines)
     one = tmp_path / "one"
     expected = weights(one / "out" / "step_000002")
     assert distance(weights(base_of(one)), expected) > 1e-3
@@ -356,8 +326,9 @@ def test_torchrun_starts_a_killed_rank_again_and_passes_sigterm_on(tmp_path):
     kills, whole = tmp_path / "killed", tmp_path / "whole"
     run(whole, LORA, *more, "num_steps=3")
     reward = "rewards=[{_component_: my_rewards.reward_kill}]"
-    launch = ["run", "--nproc_per_node", "2", "--max_restarts", "1", DISTRIBUTED, "--config", LORA]
-    launch += [*settings(kills, LORA, *more, reward), "num_steps=9999"]
+    launch = ["run", "--nproc_per_node", "2", "--max_restarts", "1", "my_grpo.py", "--config"]
+    launch += ["my_config.yaml", *settings(kills, LORA, *more, reward), "num_steps=9999"]
+    copy_recipe(LORA, kills, recipe=DISTRIBUTED)
     out = kills / "out"
     with in_background(tune, *launch, cwd=kills, check=False, PYTHONPATH=str(kills)) as job:
         assert wait_until(lambda: len(steps_of(out)) > 3, 180)
