@@ -72,19 +72,13 @@ def longest(prompts, completions, gold, **columns):
     return [float(len(text)) for text in completions]
 
 rows = [{"question": f"{n}+1=", "answer": {"gold": n}} for n in range(8)]
-small = dict(num_steps=1, batch_size=2, grpo_samples=2, max_generated_tokens=4)
+small = dict(num_steps=1, batch_size=2, grpo_samples=2, max_generated_tokens=4, device="cpu")
 named = dict(prompt_column="question", columns={"gold": "answer.gold"}, prefill="<think>")
+named["system_prompt"] = "Be brief."
 given = dict(data=rows, rewards=[longest], output_dir="out", dataset=named, **small)
-with GRPO("tiny_arithmetic_grpo", **given) as run:
+with GRPO("tiny_arithmetic_grpo", model_dir="tiny", **given) as run:
     run.train()
 """
-
-
-def test_a_run_whose_rows_were_in_memory_can_be_sampled(tmp_path):
-    (tmp_path / "mine.py").write_text(IN_MEMORY)
-    run("mine.py", cwd=tmp_path)
-    said = run("-m", "torchtune_grpo", "sample", "out", "--prompt", "1+1=", cwd=tmp_path).out
-    assert "out/step_000001" in said and "\n<think>" in said
 
 
 FROM_PYTHON = """
@@ -102,21 +96,22 @@ for needs_data in (run.train, run.plan):
 
 
 def test_a_checkpoint_is_asked_as_in_training(tmp_path):
-    """By its folder alone, from Python, too; the card says how, and a key may say otherwise."""
-    small = "num_steps=1 batch_size=2 grpo_samples=2 max_generated_tokens=4 device=cpu".split()
-    form = ["dataset.system_prompt=Be brief.", "output_dir=out"]
-    run("-m", "torchtune_grpo", "train", "tiny_arithmetic_grpo", *small, *form, "eval_dataset=null",
-        "model_dir=tiny", cwd=tmp_path)  # fmt: skip
+    """By its folder alone, from Python, too; the card says how, and a key may say otherwise.
+
+    The rows were in memory, and are gone.
+    """
+    (tmp_path / "train.py").write_text(IN_MEMORY)
+    run("train.py", cwd=tmp_path)
     card = (tmp_path / "out/step_000001/README.md").read_text()
     assert "## How to ask it" in card and "- system_prompt: 'Be brief.'" in card
     assert "- prefill: '<think>'" in card and "prompt_template" not in card.partition("```yaml")[0]
-    ask = ["-m", "torchtune_grpo", "sample", "out/step_000001", "--prompt", "3 + 4?"]
-    long = ["max_generated_tokens=12", "sampling.min_new_tokens=12"]
-    ask += ["--samples", "1", "device=cpu", *long]
-    said = run(*ask, cwd=tmp_path).out
-    assert re.search(r"tokens.*\n<think>", said)
+    ask, of = ["-m", "torchtune_grpo", "sample"], ["--prompt", "3 + 4?", "--samples", "1"]
+    of += ["device=cpu", "max_generated_tokens=12", "sampling.min_new_tokens=12"]
+    said = run(*ask, "out/step_000001", *of, cwd=tmp_path).out
+    assert re.search(r"tokens.*\n<think>", said) and "out/step_000001" in said
     (tmp_path / "mine.py").write_text(FROM_PYTHON)
     answer, refused = run("mine.py", cwd=tmp_path).out.split("\n--\n")
     assert said.endswith(f" tokens, cut off\n{answer}\n")
     assert refused == "model_dir=out/step_000001: there are no data; give data.\n" * 2
-    assert re.search(r"tokens.*\nSo", run(*ask, "dataset.prefill=So", cwd=tmp_path).out)
+    of_run = run(*ask, "out", *of, "dataset.prefill=So", cwd=tmp_path).out
+    assert re.search(r"tokens.*\nSo", of_run) and "out/step_000001" in of_run
