@@ -6,7 +6,7 @@ from itertools import combinations
 from statistics import fmean
 
 import pytest
-from runs import NO_EVALUATION, RECIPE, completions, run, tune
+from runs import NO_EVALUATION, RECIPE, completions, read, run, tune
 
 REWARDS = """
 import random
@@ -116,7 +116,13 @@ def test_data_that_have_changed_and_folders_without_answers_are_refused(folder):
 
 @pytest.mark.slow
 def test_an_environments_own_reward_stays_what_it_was(tmp_path):
+    """In the shipped game, which is also played from its checkpoint."""
     keys = ["num_steps=1", "grpo_samples=4", "output_dir=out"]
     tune("run", RECIPE, "--config", "tiny_guess_grpo", *keys, cwd=tmp_path)
+    (step,) = read(tmp_path / "out", "step")
+    assert 1 < step["environment/turns"] <= 3 and not any("tools/" in name for name in step)
+    assert any("lower, I guess " in row["completion"] for row in completions(tmp_path / "out"))
     found = table(score(tmp_path).out)
     assert found["total"][2:] == found["GuessNumber"][2:] == ["1.000", "0"]
+    shown = run("-m", "torchtune_grpo", "sample", "out", "--num-prompts", "1", cwd=tmp_path).out
+    assert shown.count("<think>I guess ") == 4
