@@ -166,12 +166,7 @@ assert [line.split(":")[0] for line in found] == [
 ], found
 assert "Did you mean num_steps?" in found[0]
 assert "Did you mean loss.kl_coeff?" in mistakes(loss_kl_coeff=0.1)[0]  # as it was in 0.2
-foreign = dict(num_generations=8, beta=0, train_dataset=train, model_name="m")
-said = [re.search(r"^(\w+)=.*Did you mean ([\w.]+)", line).groups() for line in mistakes(**foreign)]
-assert said == [
-    ("num_generations", "grpo_samples"), ("beta", "loss.kl_coeff"), ("train_dataset", "dataset"),
-    ("model_name", "model_dir"),
-], said
+assert "Did you mean grpo_samples?" in mistakes(num_generations=8)[0]  # as in TRL
 assert mistakes(dataset=train)[0].endswith("give rows as data.")
 needs = mistakes(data=[{"prompt": "a", "gold": 1}] * 30, rewards=[varied])
 assert len(needs) == 1 and "needs the column 'answer'" in needs[0], needs
@@ -325,31 +320,6 @@ def test_the_example_of_the_page_on_python(tmp_path):
     assert (tmp_path / "out" / "step_000001" / "adapter").is_dir()
 
 
-CHATS = """
-from torchtune_grpo import GRPO
-from trl.rewards import accuracy_reward
-
-def ask(n):
-    return [{"role": "user", "content": f"What is {n} + 1?"}]
-
-rows = [{"prompt": ask(n), "solution": f"${n + 1}$", "answer": str(n + 1)} for n in range(8)]
-small = dict(num_steps=1, device="cpu", max_generated_tokens=8, batch_size=2, grpo_samples=2)
-ours = "torchtune_grpo.rewards.math_correctness_reward"
-run = GRPO(model_dir="m", data=rows, rewards=[accuracy_reward, ours], output_dir="out", **small)
-run.train()
-"""
-
-
-def test_a_reward_of_trl_gets_the_messages_of_conversational_rows(tmp_path):
-    """It is the reward of TRL's quick start; beside it is one of ours, which takes texts."""
-    (tmp_path / "mine.py").write_text(CHATS)
-    hf_folder("qwen3", write_tokenizer(tmp_path / "m", "qwen3"), vocab_size=384)
-    run("mine.py", cwd=tmp_path)
-    (step,) = untimed(tmp_path / "out")
-    for name in ("accuracy_reward", "math_correctness_reward"):
-        assert (step[f"rewards/{name}/errors"], step[f"rewards/{name}/none"]) == (0, 0)
-
-
 def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
     code = "import sys; before = {*sys.modules}; import torchtune_grpo; "
     code += "print({*sys.modules} - before)"
@@ -393,6 +363,4 @@ print("all refused")
 
 def test_mistakes_from_python_end_in_one_line(tmp_path):
     """Before a model is there, too; and a deleted folder can be used again."""
-    (tmp_path / "my_rewards.py").write_text(VARIED)
-    (tmp_path / "script.py").write_text(COMMON + MISTAKES)
-    assert run("script.py", cwd=tmp_path).out.endswith("all refused\n")
+    assert run_script(tmp_path, MISTAKES).out.endswith("all refused\n")

@@ -5,19 +5,8 @@ import sys
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from policies import build_policy
-from runs import (
-    NO_EVALUATION,
-    RECIPE,
-    SGD,
-    distance,
-    run,
-    run_tiny,
-    steps_of,
-    tune,
-    weights,
-)
+from runs import SGD, run_tiny, steps_of
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
@@ -188,31 +177,3 @@ def test_another_engine_keeps_the_arguments_that_it_takes(own, tmp_path, caplog)
     (tmp_path / "top.yaml").write_text(f"base_config: base.yaml\n{top}")
     found = load_config(str(tmp_path / "top.yaml")).rollout.engine
     assert found == {"_component_": "my_engine.MyVLLM", "max_model_len": 9}
-
-
-@pytest.mark.slow
-def test_a_folder_of_version_0_2_is_evaluated_and_resumed(tmp_path):
-    """What has moved is named in one line; an engine's name or node is read as it is."""
-    options = ["batch_size=2", "grpo_samples=4", "saving.every_n_steps=1", *NO_EVALUATION]
-    command = ["run", RECIPE, "--config", TINY, "output_dir=out", *options]
-    tune(*command, "num_steps=1", cwd=tmp_path)
-    saved = tmp_path / "out" / "torchtune_config.yaml"
-    old = OmegaConf.load(saved)
-    old.rollout = {"engine": "native", "merge_adapters": "never", "cuda_graphs": "never"}
-    OmegaConf.save(old, saved)
-    evaluate = ["-m", "torchtune_grpo", "evaluate", "out", "eval_dataset.num_samples=2"]
-    evaluate += ["eval_dataset.split=test", "--samples", "0"]
-    refused = run(*evaluate, cwd=tmp_path, check=False)
-    for name in ("merge_adapters", "cuda_graphs"):
-        assert f"rollout.{name}=never: unknown config key. Did you mean rollout.engine.{name}?" in (
-            refused.err
-        )
-    moved = [
-        f"{how}.{name}{value}"
-        for name in ("merge_adapters", "cuda_graphs")
-        for how, value in (("~rollout", ""), ("rollout.engine", "=never"))
-    ]
-    assert "after" in run(*evaluate, *moved, cwd=tmp_path).out
-    resumed = ["run", RECIPE, "--config", str(saved), *moved, "num_steps=2"]
-    tune(*resumed, "resume_from_checkpoint=True", cwd=tmp_path)
-    assert distance(weights(tmp_path / "out/step_000001"), weights(tmp_path / "out/step_000002"))

@@ -298,28 +298,6 @@ def test_an_epoch_in_several_optimizer_steps(train):
         assert batch.trajectory.weights.sum().item() == pytest.approx(1)
 
 
-OBJECTIVES = {
-    "prompt": ["loss.aggregation=prompt", "objective.advantage=max_rl"],
-    "cispo": ["loss.surrogate=cispo", "objective.advantage=batch"],
-    "sequence": ["loss.importance_sampling_level=sequence"],
-    "dppo": ["loss.surrogate=dppo", "objective.sampling_correction=old_logprobs"],
-}
-
-
-@pytest.mark.slow
-def test_objectives_act_in_the_recipe(train):
-    """Each takes a step that differs from the default's, and is the same however it is cut."""
-    base = train()
-    for name, change in OBJECTIVES.items():
-        result, cut = train(*change), train(*change, "forward_batch_size=2")
-        assert_same(cut, result)
-        moved = max((result.after[n] - base.after[n]).abs().max() for n in base.after)
-        assert moved > 1e-4, name
-        if name == "prompt":  # four prompts, whose tokens share a quarter each
-            shares = result.trajectory.weights.sum(dim=1).view(4, GROUP).sum(dim=1)
-            torch.testing.assert_close(shares, torch.full((4,), 0.25))
-
-
 @pytest.mark.parametrize("aggregation", ["grpo", "dapo"])
 def test_truncated_rows_count_among_the_rows_and_not_among_the_tokens(train, aggregation):
     """As in TRL: the rows' mean is over all rows, the tokens' mean over those trained on."""
@@ -329,9 +307,3 @@ def test_truncated_rows_count_among_the_rows_and_not_among_the_tokens(train, agg
     assert 0 < cut.sum() < 16 and not rows.weights[cut].any()
     share = 1.0 if aggregation == "dapo" else 1 - cut.double().mean().item()
     assert rows.weights.sum().item() == pytest.approx(share)
-
-
-def test_a_step_whose_rows_are_all_truncated_leaves_the_weights_alone(train):
-    result = train("objective.mask_truncated_completions=true", "sampling.min_new_tokens=12")
-    assert result.trajectory.truncated.all() and result.batches[0].num_tokens == 0
-    assert all(result.after[name].equal(value) for name, value in result.before.items())

@@ -8,7 +8,6 @@ import pytest
 import yaml
 from runs import (
     NO_EVALUATION,
-    RECIPE,
     completions,
     copy_recipe,
     metrics,
@@ -17,8 +16,6 @@ from runs import (
     steps_of,
     tiny_overrides,
     tune,
-    untimed,
-    weights,
 )
 
 from torchtune_grpo.monitor.record import read
@@ -79,40 +76,6 @@ def test_a_file_next_to_the_config(tmp_path):
     assert not [each for each in everyone if str(mine) in " ".join(each.info["cmdline"] or ())]
 
 
-CARELESS = """
-import random
-
-def uses_up(prompts, completions, hints, **columns):
-    return [own.pop() + len(text) % 3 for own, text in zip(hints, completions)]
-
-def draws(prompts, completions, **columns):
-    return [random.random() for _ in completions]
-"""
-FEW = """
---config tiny_arithmetic_grpo batch_size=2 grpo_samples=4 max_generated_tokens=12 lr_scheduler=null
-dataset._component_=torchtune_grpo.data.RLDataset ~dataset.levels dataset.source=rows.json
-rewards.0._component_=my_rewards.uses_up rewards.1._component_=my_rewards.draws
-rewards.1.isolation=process saving.every_n_steps=1
-""".split()
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_equal_though_a_reward_changes_columns_and_one_is_random(tmp_path):
-    """Each step is an epoch over the two rows."""
-    (tmp_path / "my_rewards.py").write_text(CARELESS)
-    rows = [{"prompt": f"{n} + 1 =", "hints": [*range(40)]} for n in (3, 4)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    for folder, *steps in (("whole", 2), ("parts", 1, 2)):
-        for count in steps:
-            keys = [f"num_steps={count}", f"resume_from_checkpoint={count != steps[0]}"]
-            keys += [f"output_dir={folder}", *FEW, *NO_EVALUATION]
-            tune("run", RECIPE, *keys, cwd=tmp_path)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert untimed(whole) == untimed(parts)
-    trained, resumed = (weights(folder / "step_000002") for folder in (whole, parts))
-    assert all(trained[name].equal(resumed[name]) for name in trained)
-
-
 MISCHIEF = """
 import asyncio, sys, threading
 from torchtune_grpo.cli import entry
@@ -139,23 +102,6 @@ def test_a_reward_neither_ends_the_process_nor_keeps_it_alive(tmp_path):
     assert [step["rewards/mischief/errors"] for step in steps_of(tmp_path / "out")] == [1.0] * 2
     done = run_tiny(CONFIG, tmp_path, *keys, "max_reward_failure_share=0", check=False)
     assert done.code == 1 and "SystemExit: 0" in done.err
-
-
-GYM = """
---config tiny_arithmetic_grpo output_dir=out num_steps=2 batch_size=2 grpo_samples=2
-max_generated_tokens=12 eval_dataset=null evaluation.every_n_steps=null ~dataset.levels ~rewards.1
-dataset._component_=torchtune_grpo.data.reasoning_gym_dataset dataset.task=leg_counting
-dataset.settings.max_instances=2 dataset.num_samples=8
-rewards.0._component_=torchtune_grpo.rewards.ReasoningGymReward
-"""
-
-
-@pytest.mark.slow
-def test_a_task_of_reasoning_gym(tmp_path):
-    pytest.importorskip("reasoning_gym")
-    tune("run", RECIPE, *GYM.split(), cwd=tmp_path)
-    assert [step["rewards/correctness/errors"] for step in steps_of(tmp_path / "out")] == [0.0, 0.0]
-    assert "legs" in completions(tmp_path / "out")[0]["prompt"]
 
 
 GATED = """

@@ -16,8 +16,6 @@ from runs import (
     metrics,
     run_tiny,
     steps_of,
-    tiny_overrides,
-    tune,
     weights,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -149,24 +147,3 @@ def kept(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {f"{n}.{name}": value for n, entry in state.items() for name, value in entry.items()}
     tensors = {name: t.dequantize() if hasattr(t, "qmap") else t for name, t in tensors.items()}
     return tensors | adapter(folder)
-
-
-@pytest.mark.slow
-def test_torchtunes_own_command_generates_with_saved_weights(tmp_path):
-    run_tiny(LORA, tmp_path)
-    folder = tmp_path / "out" / "step_000002"
-    full = tiny_overrides(FULL, tmp_path)
-    shapes = [key for key in full if key.startswith(("model.", "tokenizer."))]
-    done = tune(
-        "run", "generate", "--config", "generation",
-        "model=torchtune.models.llama3_2.llama3_2",
-        "tokenizer=torchtune.models.llama3.llama3_tokenizer",
-        *shapes,
-        f"checkpointer.checkpoint_dir={folder}",
-        f"checkpointer.checkpoint_files=[{next(folder.glob('model-*.safetensors')).name}]",
-        "checkpointer.model_type=LLAMA3_2",
-        f"checkpointer.output_dir={tmp_path / 'generated'}",
-        "device=cpu", "dtype=fp32", "max_new_tokens=5",
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert "Time for inference" in done.err

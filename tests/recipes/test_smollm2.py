@@ -11,18 +11,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from runs import (
-    LENGTH_REWARD,
-    OF_LENGTH,
-    RECIPE,
-    completions,
-    distance,
-    run,
-    run_ranks,
-    steps_of,
-    tune,
-    weights,
-)
+from runs import LENGTH_REWARD, OF_LENGTH, RECIPE, completions, run, steps_of, tune, weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,10 +22,6 @@ QUESTION = "Which is the largest of these numbers: 71, 12, 90, 33?"
 SMALL = """
 batch_size=2 grpo_samples=4 max_generated_tokens=6 dataset.num_samples=16 optimizer.lr=1e-3
 eval_dataset=null evaluation.every_n_steps=null
-""".split()
-FULL = """
-num_steps=1 model=torchtune_grpo.models.hf_model optimizer=torch.optim.SGD optimizer.fused=false
-clip_grad_norm=null
 """.split()
 
 
@@ -107,23 +92,6 @@ def cut(folder: Path, tmp_path: Path) -> Path:
     kept = {n: w for n, w in weights(folder).items() if not n.startswith(others)}
     save_file(kept, target / "model.safetensors", {"format": "pt"})
     return target
-
-
-@pytest.mark.slow
-def test_full_fine_tuning_is_the_same_on_two_ranks_and_in_transformers(cut, tmp_path):
-    """The embedding is also the output projection: trained once, in shards, and saved once."""
-    (tmp_path / "my_rewards.py").write_text(LENGTH_REWARD)
-    common, own = [f"model_dir={cut}", *SMALL, *FULL, OF_LENGTH], {"PYTHONPATH": str(tmp_path)}
-    tune("run", RECIPE, "--config", CONFIG, "output_dir=one", *common, cwd=tmp_path, **own)
-    two = [*common, "output_dir=two", "batch_size=1"]
-    run_ranks("--config", CONFIG, *two, ranks=2, cwd=tmp_path, **own)
-    one, two = (tmp_path / name / "step_000001" for name in ("one", "two"))
-    assert weights(two).keys() == weights(cut).keys()
-    moved = distance(weights(one), weights(cut))
-    assert distance(weights(one), weights(two)) < 1e-3 * moved
-    theirs, info = AutoModelForCausalLM.from_pretrained(two, output_loading_info=True)
-    assert not any(info.values())
-    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
 
 
 def packed(gguf: bytes) -> bytes:
