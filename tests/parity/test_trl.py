@@ -154,13 +154,7 @@ CASES = [
 ]
 
 
-def compare(
-    folder: Path,
-    trl_options: dict,
-    loss: GRPOLoss,
-    *,
-    on_policy: bool = False,
-) -> None:
+def compare(folder: Path, trl_options: dict, loss: GRPOLoss, *, on_policy: bool = False) -> None:
     """``on_policy``: no old log-probs are given."""
     rows = make_rows()
     if trl_options.get("mask_truncated_completions"):

@@ -95,9 +95,7 @@ code_format_reward CodeReward ProgramReward SymbolicMathReward RepetitionPenalty
 short_text_reward
 """.split()
 # Of each shipped reward, its arguments.
-REWARDS = dict.fromkeys(NAMES, {}) | {
-    "OverlongPenalty": {"max_length": 9, "cache": 3},
-}
+REWARDS = dict.fromkeys(NAMES, {}) | {"OverlongPenalty": {"max_length": 9, "cache": 3}}
 
 
 def test_every_shipped_reward_is_here() -> None:

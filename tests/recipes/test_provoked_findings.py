@@ -121,10 +121,7 @@ RUNS = {
         "environment_fails prompts_differ",
     ),
     # The prompt ends with a call, or without.
-    "calls": (
-        [rewards("odd"), *TOOLS, f"dataset.prefill='{CALL}'"],
-        "calls_fail",
-    ),
+    "calls": ([rewards("odd"), *TOOLS, f"dataset.prefill='{CALL}'"], "calls_fail"),
     "no_calls": ([rewards("odd"), *TOOLS], "tools_unused"),
     # Each step is far too large.
     "dead": (

@@ -1,17 +1,7 @@
 """Runs with an environment repeat themselves to the last bit, whenever its replies come."""
 
 import pytest
-from runs import (
-    RECIPE,
-    completions,
-    distance,
-    metrics,
-    run_ranks,
-    steps_of,
-    tune,
-    untimed,
-    weights,
-)
+from runs import RECIPE, completions, distance, metrics, run_ranks, steps_of, tune, untimed, weights
 
 # Each step takes another time in each run, up to about ten decoding steps.
 ENVIRONMENT = """
@@ -40,11 +30,7 @@ ONE, TWO = ("whole", "parts")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        (1, []),
-        (1, ["rollout.max_rows=7"]),
-        (2, ["batch_size=2"]),
-    ],
+    [(1, []), (1, ["rollout.max_rows=7"]), (2, ["batch_size=2"])],
     ids=["one rank", "few rows at once", "two ranks"],
 )
 def test_a_run_and_one_that_is_resumed_are_the_same(ranks, options, tmp_path):

@@ -139,11 +139,7 @@ def test_what_keeps_sympy_busy_is_wrong_in_time(reward):
 
     Each is compared once, however often it is given: two seconds for each would be 80.
     """
-    pairs = [
-        (r"\sqrt{8}", r"2\sqrt{2}"),
-        ("(x+1)^{3000}", "(1+x)^2"),
-        ("(x+y+z)^{300}", "(1+x)^2"),
-    ]
+    pairs = [(r"\sqrt{8}", r"2\sqrt{2}"), ("(x+1)^{3000}", "(1+x)^2"), ("(x+y+z)^{300}", "(1+x)^2")]
     start = time.monotonic()
     assert grade(reward, pairs * 20) == [1.0, 0.0, 0.0] * 20
     assert time.monotonic() - start < 25

@@ -13,12 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import sentencepiece
-from checkpoints import (
-    LLAMA_SPECIALS,
-    QWEN_SPECIALS,
-    llama_tokenizer_files,
-    qwen_tokenizer_files,
-)
+from checkpoints import LLAMA_SPECIALS, QWEN_SPECIALS, llama_tokenizer_files, qwen_tokenizer_files
 from torchtune.models.gemma import GemmaTokenizer
 from torchtune.models.llama2 import Llama2Tokenizer
 from torchtune.models.llama3 import Llama3Tokenizer

@@ -294,8 +294,12 @@ def test_a_misspelt_environment_leaves_its_row_out(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_importing_does_not_count_as_a_calls_time(qwen):
-    rows, scores = play(qwen, [TALK] * 2, _component_="hosted_slowly.Slow", timeout=1.0)
+def test_importing_does_not_count_as_a_calls_time(qwen, tmp_path, monkeypatch):
+    """This module takes longer to import than a call may take."""
+    slow = "import time\nimport hosted\ntime.sleep(2.5)\nclass Slow(hosted.OldLoop): pass\n"
+    (tmp_path / "hosted_slowly.py").write_text(slow)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, scores = play(qwen, [TALK] * 2, _component_="hosted_slowly.Slow", timeout=1.0)
     assert scores.of("Slow").tolist() == [1, 1]
 
 

@@ -22,10 +22,7 @@ from torchtune_grpo.rollout.cache import CacheShape
 pytest.importorskip("triton")
 
 KERNEL = "torchtune_grpo.rollout.kernel"
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 HEADS = [(1, 1, 8), (2, 4, 64), (3, 3, 64), (1, 20, 96), (2, 2, 128)]  # kv heads, group, size
 ATOL = {torch.float32: 1e-6, torch.float16: 1e-3}  # half a unit of results up to 4
 # The last row is for padding: it has no prompt. Some lengths are whole blocks of the kernel.

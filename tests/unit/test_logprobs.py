@@ -52,10 +52,7 @@ def test_values_and_gradients_equal_full_logits(kind):
     logprobs, entropy = response_rows(model, trajectory, 0.8)
     entropy = entropy.detach() if is_frozen else entropy
     expected = values_and_gradients(model, torch.stack([logprobs, entropy]))
-    for layout in (
-        row_layout(trajectory),
-        packed_layout(trajectory, PACKS),
-    ):
+    for layout in (row_layout(trajectory), packed_layout(trajectory, PACKS)):
         results = by_layout(model, layout, entropy_gradient=not is_frozen)
         torch.testing.assert_close(results[0], expected[0], atol=2e-5, rtol=0)
         torch.testing.assert_close(results, expected, atol=2e-4, rtol=1e-4)

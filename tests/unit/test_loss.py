@@ -10,12 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from torchtune_grpo.advantages import (
-    OutcomeGate,
-    group_advantages,
-    reward_advantages,
-    total_reward,
-)
+from torchtune_grpo.advantages import OutcomeGate, group_advantages, reward_advantages, total_reward
 from torchtune_grpo.config.keys import Advantage, RewardAggregation
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.loss import GRPOLoss, make_loss

@@ -363,8 +363,7 @@ def write(folder: Path, name: str, rows: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "ending",
-    "jsonl json csv tsv txt ndjson jsonl.gz jsonl.xz csv.bz2 txt.gz parquet arrow".split(),
+    "ending", "jsonl json csv tsv txt ndjson jsonl.gz jsonl.xz csv.bz2 txt.gz parquet arrow".split()
 )
 def test_a_file_is_known_by_its_name(llama3_tokenizer, tmp_path, ending):
     """The rows are what the file holds; CSV has no types, so that its numbers are read as such."""

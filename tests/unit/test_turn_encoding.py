@@ -59,9 +59,24 @@ def model(request, tmp_path):
     return request.param, hf_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
 
 
+def parser_of(tokenizer):
+    return find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
+
+
+def with_template(template, folder):
+    """How one of TRL's templates writes messages."""
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(folder, "qwen3"))
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return lambda turns: tokenizer.apply_chat_template(turns, tokenize=False)
+
+
+def calls_of(*given):
+    return [{"type": "function", "function": {"name": "at", "arguments": of}} for of in given]
+
+
 def test_turns_are_read_as_by_trl(model):
     name, ours, theirs = model
-    parse = find_parser(lambda turns: ours.chat_text(turns, add_generation_prompt=False))
+    parse = parser_of(ours)
     add_response_schema(theirs)
     prompt = theirs.apply_chat_template(
         [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=False
@@ -79,7 +94,7 @@ WRITTEN += ["null", "None", "[1, 2]", '{"a": [1]}', "[1", "", "seven", "0x7", 7,
 def test_arguments_get_the_types_of_their_schema_as_by_trl(model):
     """Models often write all arguments as texts; here all ten parameters get the same one."""
     name, ours, theirs = model
-    parse = find_parser(lambda turns: ours.chat_text(turns, add_generation_prompt=False))
+    parse = parser_of(ours)
     add_response_schema(theirs)
     for value in WRITTEN:
         key = "parameters" if name == "llama3_2" else "arguments"
@@ -102,8 +117,7 @@ BAD = {  # a good call, one of no JSON, one whose arguments have no names
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_malformed_call_leaves_the_good_ones(name, tmp_path):
-    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, name)))
-    parse = find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
+    parse = parser_of(hf_tokenizer(str(write_tokenizer(tmp_path, name))))
     turn = read_turn(BAD[name], parse, [ADD])
     assert turn["content"] == "So"
     read = [(call["function"]["arguments"], "error" in call) for call in turn["tool_calls"]]
@@ -112,8 +126,7 @@ def test_a_malformed_call_leaves_the_good_ones(name, tmp_path):
 
 
 def test_an_argument_may_hold_the_tag_that_closes_a_call(tmp_path):
-    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "qwen3")))
-    parse = find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
+    parse = parser_of(hf_tokenizer(str(write_tokenizer(tmp_path, "qwen3"))))
     tags = "</tool_call> <tool_call>{</tool_call>"
     call = json.dumps({"name": "add", "arguments": {"a": tags}})
     turn = read_turn(f"So <tool_call>\n{call}\n</tool_call>\n{CALL} on", parse, [ADD])
@@ -132,8 +145,7 @@ def test_an_argument_may_hold_the_tag_that_closes_a_call(tmp_path):
     ],
 )
 def test_a_call_of_llama_has_a_tools_name_and_its_arguments(text, arguments, tmp_path):
-    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "llama3_2")))
-    parse = find_parser(lambda turns: tokenizer.chat_text(turns, add_generation_prompt=False))
+    parse = parser_of(hf_tokenizer(str(write_tokenizer(tmp_path, "llama3_2"))))
     turn = read_turn(text, parse, [ADD])
     found = [call["function"]["arguments"] for call in turn.get("tool_calls", ())]
     assert found == ([] if arguments is None else [arguments])
@@ -165,10 +177,7 @@ USER_MESSAGES = {  # the end of a turn, and what stands before the next
         "<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
-    "gemma3": (
-        "<end_of_turn>",
-        "\n<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n",
-    ),
+    "gemma3": ("<end_of_turn>", "\n<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n"),
 }
 
 
@@ -209,31 +218,17 @@ def test_special_tokens_in_a_result_are_text(name, role, tmp_path):
 
 
 def test_gemma_writes_arguments_without_quotes(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "gemma3"))
-    tokenizer.chat_template = (TEMPLATES / "gemma4.jinja").read_text()
-    given = {"city": 'Rio "{a:1}"', "days": 3, "deep": {"x": [True, "b"]}}
-    call = {"type": "function", "function": {"name": "weather", "arguments": given}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-
-    def render(turns):
-        return tokenizer.apply_chat_template(turns, tokenize=False)
-
+    render = with_template("gemma4", tmp_path)
+    calls = calls_of({"city": 'Rio "{a:1}"', "days": 3, "deep": {"x": [True, "b"]}})
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
     text = render([{"role": "user", "content": "q"}, turn]).rpartition("model\n")[2]
-    parse = find_parser(render)
-    assert read_turn(text.removesuffix("<|tool_response>"), parse, []) == turn
+    assert read_turn(text.removesuffix("<|tool_response>"), find_parser(render), []) == turn
 
 
 def test_calls_in_python_are_read_as_lfm_writes_them(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))
-    tokenizer.chat_template = (TEMPLATES / "lfm2_v2.jinja").read_text()
-    given = [{"city": "Rio's\n[b(a=1)]", "days": 3, "deep": {"x": [True, None, "b"]}}, {}]
-    calls = [{"type": "function", "function": {"name": "at", "arguments": of}} for of in given]
-    turn = {"role": "assistant", "content": "So", "tool_calls": calls}
-
-    def render(turns):
-        return tokenizer.apply_chat_template(turns, tokenize=False)
-
-    parse = find_parser(render)
+    render = with_template("lfm2_v2", tmp_path)
+    calls = calls_of({"city": "Rio's\n[b(a=1)]", "days": 3, "deep": {"x": [True, None, "b"]}}, {})
+    turn, parse = {"role": "assistant", "content": "So", "tool_calls": calls}, find_parser(render)
     text = render([{"role": "user", "content": "q"}, turn]).rpartition("assistant\n")[2]
     assert read_turn(text.removesuffix("<|im_end|>\n"), parse, []) == turn
     for bad in ("at(1)", "[at(1)]", "[at(a=b)]", "[at(**{})]", "at", "[at(a=1)", "[" * 9999):
@@ -244,17 +239,10 @@ def test_calls_in_python_are_read_as_lfm_writes_them(tmp_path):
 @pytest.mark.parametrize("template", ["qwen3_6", "nemotron_3_nano", "glm4moe"])
 def test_calls_with_tags_are_read_as_the_template_writes_them(template, tmp_path):
     """Of several calls in a turn; texts keep their lines, and other values get their types."""
-    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
-    given = [{"city": "Rio\n <b>", "days": 3, "deep": {"x": [True, "b"]}}, {"city": "</p>"}]
-    calls = [{"type": "function", "function": {"name": "at", "arguments": of}} for of in given]
-    properties = {"city": "string", "days": "integer", "deep": "object"}
-    schema = {"properties": {name: {"type": kind} for name, kind in properties.items()}}
-    tools = [{"type": "function", "function": {"name": "at", "parameters": schema}}]
-
-    def render(turns):
-        return tokenizer.apply_chat_template(turns, tokenize=False)
-
+    render = with_template(template, tmp_path)
+    calls = calls_of({"city": "Rio\n <b>", "days": 3, "deep": {"x": [True, "b"]}}, {"city": "</p>"})
+    types = {"city": "string", "days": "integer", "deep": "object"}
+    tools = [schema("at", **{name: {"type": kind} for name, kind in types.items()})]
     turn = {"role": "assistant", "content": "So", "tool_calls": calls}
     text = render([{"role": "user", "content": "q"}, turn])
     text = text[text.rindex("So") :].removesuffix("\n").removesuffix("<|im_end|>")
@@ -263,18 +251,14 @@ def test_calls_with_tags_are_read_as_the_template_writes_them(template, tmp_path
     cut = text.replace("</parameter>", "", 1).replace("</arg_value>", "", 1)
     first, second = read_turn(cut, parse, tools)["tool_calls"]
     assert "error" in first and second == calls[1]
-    assert read_turn("So <tool_call>\n", parse, tools) == {
-        "role": "assistant",
-        "content": "So <tool_call>\n",
-    }
+    unread = "So <tool_call>\n"
+    assert read_turn(unread, parse, tools) == {"role": "assistant", "content": unread}
 
 
 @pytest.mark.parametrize("template", ["gptoss", "phi3"])
 def test_other_forms_of_calls_are_refused(template, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, "qwen3"))
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
     with pytest.raises(ValueError, match="writes no calls in a form that is read. Train a model"):
-        find_parser(lambda turns: tokenizer.apply_chat_template(turns, tokenize=False))
+        find_parser(with_template(template, tmp_path))
 
 
 @pytest.mark.parametrize("role, options", [("user", {}), ("tool", {"enable_thinking": False})])
