@@ -33,25 +33,6 @@ async def async_add(a: int, b: int) -> int:
     return a + b
 
 
-class IncrementEnv:
-    def reset(self, **kwargs) -> str | None:
-        self.counter = 0
-        return None
-
-    def increment(self, step: int) -> int:
-        """
-        Increment the internal counter.
-
-        Args:
-            step: Value to add to the counter.
-
-        Returns:
-            The updated counter value.
-        """
-        self.counter += step
-        return self.counter
-
-
 class WordleEnv:
     def __init__(self):
         self.reward = 0.0
@@ -160,16 +141,6 @@ class GuessMapping(Guess):
     def step(self, text):
         seen, reward, done = self.play(text)
         return {"observations": [{"role": "user", "content": seen}], "reward": reward, "done": done}
-
-
-class Search:
-    def reset(self, **row):
-        pass
-
-    def step(self, text):
-        if text.endswith("</search>"):
-            return f"<information>{text[8:-9]}?</search></information>", 0.0, False
-        return None, float("<answer>" in text), False
 
 
 class OneAtATime:

@@ -61,29 +61,12 @@ def test_golds_that_state_no_number() -> None:
 def test_golds_that_are_no_expression() -> None:
     """A verdict without math-verify: what it has to be asked for passes here."""
     pytest.importorskip("math_verify")
-    good = [
-        r"\frac{\sqrt2}{2}",
-        r"4210_7",
-        "[0, 1)",
-        r"$\pi$",
-        r"\text{(C)}",
-        r"5\pi \text{ cm}",
-        r"\infty",
-    ]
-    good += ["24 or 25", r"\begin{pmatrix}1\\2\end{pmatrix}", "ab+cd", r"x \text{ and } y", "sin x"]
+    good = [r"\frac{\sqrt2}{2}", r"4210_7", "[0, 1)", r"$\pi$", r"\text{(C)}", r"\infty", "sin x"]
+    good += ["24 or 25", r"\begin{pmatrix}1\\2\end{pmatrix}", "ab+cd", r"x \text{ and } y"]
+    good.append(r"5\pi \text{ cm}")
     assert fault(SYMBOLIC, *({"answer": gold} for gold in [*GOOD, *good])) is None
-    bad = [
-        "yes",
-        " \n",
-        None,
-        True,
-        [24],
-        r"\text{even}",
-        "north-east",
-        "10_2 + 1",
-        "x = 24\n#### 24",
-        "$$",
-    ]
+    bad = ["yes", " \n", None, True, [24], r"\text{even}", "north-east", "10_2 + 1", "$$"]
+    bad.append("x = 24\n#### 24")
     for gold in bad:
         assert "1 of 1 rows" in str(fault(SYMBOLIC, {"answer": gold})), gold
 

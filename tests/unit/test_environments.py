@@ -16,8 +16,6 @@ from played import (
     GuessMapping,
     GuessObject,
     GuessTuple,
-    IncrementEnv,
-    Search,
     WordleEnv,
     async_add,
     find,
@@ -107,21 +105,6 @@ def test_results_are_written_as_python_writes_them(qwen):
     assert written == [str(find(name)) for name in names[:3]] and written[2] == "[]"
     assert parts == "a?\x00" and "only text models" in picture
     assert error == str({"error": "'nothing'"})
-
-
-def test_trl_environment_with_a_reward_function_of_its_environments(qwen):
-    def reward_func(completions, environments, **kwargs):
-        assert [turn["role"] for turn in completions[0]] == ["assistant", "tool", "assistant"]
-        return [environment.counter for environment in environments]
-
-    turns = [call("increment", step=2) + END, "Done." + END]
-    rows, scores = play(
-        qwen,
-        [turns, [call("increment", step=5) + END, call("increment", step=1) + END, "Ok" + END]],
-        objects={None: IncrementEnv},
-        rewards=[Reward("count", reward_func)],
-    )
-    assert scores.of("count").tolist() == [2, 6]
 
 
 def test_trl_environment_whose_reset_adds_to_the_prompt(qwen):
@@ -280,23 +263,6 @@ def test_other_ranks_get_a_conversation_without_its_environment():
     assert pickle.loads(pickle.dumps(talk)) == replace(talk, environment=None)
 
 
-def test_an_answer_within_the_policys_message(qwen):
-    rows, scores = play(
-        qwen,
-        [["<search>ab</search>", "So <answer>c</answer>" + END]],
-        rows=[{"prompt": "Q: x\n"}],
-        objects={None: Search},
-        form="inline",
-        chat=False,
-    )
-    whole = "<search>ab</search><information>ab?</search></information>So <answer>c</answer>"
-    (talk,) = rows.completions
-    assert (talk.text, talk.ended) == (whole, "answered")
-    assert scores.of("Search").tolist() == [1]
-    text = qwen.decode(rows.completion_ids[0], skip_special_tokens=False)
-    assert text == "<search>ab</search>So <answer>c</answer><|im_end|>"
-
-
 # --- Side by side, and what a bad one costs ---------------------------------------------------
 
 
@@ -431,6 +397,7 @@ def test_the_calculator_of_the_shipped_config(qwen):
     )
     assert scores.of("Calculator").tolist() == [1, 0, 0]
     assert rows.completions[0].text == "\ncalc(312 * 405) = 126360. The answer is 126360.\n\n"
+    assert qwen.decode(rows.completion_ids[0]) == "\ncalc(312 * 405) The answer is 126360.\n\n"
     assert " = ?" in rows.completions[1].text
 
 

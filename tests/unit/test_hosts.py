@@ -116,13 +116,11 @@ def test_what_cannot_be_handed_over_is_refused():
 # --- What works in a script ------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_tool_with_a_limit_by_sigalrm(qwen):
-    codes = ["result = 6 * 7", "while True: pass", "result = sum(range(10))"] * 2
-    talks = [[use("run_with_limit", code=code), "So." + END] for code in codes]
+    """As the agent of TRL's examples has one; only a process's main thread can set an alarm."""
+    talks = [[use("run_with_limit"), "So." + END]] * 3
     rows, _ = play(qwen, talks, tools=["hosted.run_with_limit"])
-    found = [results(talk)[0] for talk in rows.completions]
-    assert found == ["42", "time is over", "45"] * 2
+    assert [results(talk) for talk in rows.completions] == [["time is over"]] * 3
 
 
 def test_what_belongs_to_a_thread_and_what_is_global_stay_from_call_to_call(qwen):
@@ -130,11 +128,6 @@ def test_what_belongs_to_a_thread_and_what_is_global_stay_from_call_to_call(qwen
     _, scores = play(qwen, [TALK] * 8, **node("OfItsThread"))
     assert scores.of("OfItsThread").tolist() == [2] * 8
     assert random.getstate() == before
-
-
-def test_a_process_has_an_event_loop(qwen):
-    _, scores = play(qwen, [TALK], **node("OldLoop"))
-    assert scores.of("OldLoop").tolist() == [1]
 
 
 def test_tools_in_processes_run_side_by_side(qwen, tmp_path):
@@ -305,6 +298,7 @@ def test_importing_does_not_count_as_a_calls_time(qwen, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_thousand_rows_have_a_process_each(qwen):
+    """Which has an event loop, too."""
     _, scores = play(qwen, [TALK] * 1000, **node("OldLoop"))
     assert scores.of("OldLoop").tolist() == [1] * 1000
 
