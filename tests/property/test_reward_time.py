@@ -32,20 +32,17 @@ m²/ \\ \frac{1}{2} \text{ \, \(\) {,} 1{,}234 1,\! $1$ **a** １
 MATH_UNITS += ["\u00a0", "\u202e", "\ud800", "e\u0301", "1 ", "12 or ", "<answer>12 </answer> "]
 # And for what reads letters and words.
 MATH_UNITS += ["B. ", "(B) ", "A ", "not ( ", "or C. ", "\nAnswer:", "# ", "\ufdfa", "\u0301\u0327"]
+MATH_UNITS += ["B", "(B", "(B)", "B ", "I ", "not ", "or B. ", "option ", "answer: ", " because"]
 MATH_UNITS += [
-    "B",
-    "(B",
-    "(B)",
-    "B ",
-    "I ",
-    "not ",
-    "or B. ",
-    "option ",
-    "answer: ",
-    " because",
     "．",
+    "**B**",
+    "{}",
+    "<answer>B</answer>",
+    "\\boxed{B}",
+    "\u3000",
+    "the ",
+    "a an the ",
 ]
-MATH_UNITS += ["**B**", "{}", "<answer>B</answer>", "\\boxed{B}", "\u3000", "the ", "a an the "]
 MATH_UNITS += ["the answer is ", "the correct answer is "]
 MATH_SHAPES = [unit * (SIZE // len(unit)) for unit in MATH_UNITS]
 MATH_SHAPES += [(unit * 1000)[:990] for unit in UNITS + MATH_UNITS]  # short enough to be read
@@ -62,24 +59,9 @@ for operator in "+-*/":
     MATH_SHAPES.append("<answer>" + operator.join(["7e-99"] * 50) + "=1</answer>")
     MATH_SHAPES.append(operator.join(f"(1/{k})" for k in range(1001, 1017)) + "=1")
     MATH_SHAPES.append(operator.join(["9" * 90] * 10) + "=1")
-CODE_UNITS = [
-    '```python\n"""\n```\n',
-    "<answer>",
-    "> ",
-    "1. ",
-    "<a> ",
-    "[BEGIN]",
-    "a b ",
-    "\\'",
-    "'\"",
-]
-CODE_UNITS += [
-    "from __future__ import a\n",
-    "'''\n\"\"\"\n",
-    "def f():\n",
-    "```a```\n",
-    "<think></think>",
-]
+CODE_UNITS = ['```python\n"""\n```\n', "<answer>", "> ", "1. ", "<a> ", "[BEGIN]", "a b ", "\\'"]
+CODE_UNITS += ["from __future__ import a\n", "'''\n\"\"\"\n", "def f():\n", "```a```\n", "'\""]
+CODE_UNITS += ["<think></think>"]
 CODE_SHAPES = [unit * (99_000 // len(unit)) for unit in CODE_UNITS]
 CODE_SHAPES += [before * 49_000 + "```" + "\n" * 49_900 for before in (" ", ">")]
 ANSWER = ("<think>7</think>\n<answer>", "</answer>")

@@ -26,24 +26,13 @@ from torchtune_grpo.trajectory import Trajectory
 
 CONFIG = "llama3_2_1B_lora_grpo"
 GROUP = 4
-BASE = [
-    *NO_EVALUATION,
-    "dtype=fp32",
-    "optimizer=torch.optim.SGD",
-    "optimizer.lr=1.0",
-    "~optimizer.fused",
-    "~optimizer.weight_decay",
-    "lr_scheduler.num_warmup_steps=0",
-    "num_steps=1",
-    "ppo_epochs=2",
-    "batch_size=4",
-    f"grpo_samples={GROUP}",
-    "forward_batch_size=null",
-    "enable_activation_checkpointing=false",
-    "loss.kl_coeff=0.1",
-    "loss.aggregation=dapo",
-    "log_groups=99",
-]
+BASE = f"""
+dtype=fp32 optimizer=torch.optim.SGD optimizer.lr=1.0 ~optimizer.fused ~optimizer.weight_decay
+lr_scheduler.num_warmup_steps=0 num_steps=1 ppo_epochs=2 batch_size=4 grpo_samples={GROUP}
+forward_batch_size=null enable_activation_checkpointing=false loss.kl_coeff=0.1
+loss.aggregation=dapo log_groups=99
+""".split()
+BASE += NO_EVALUATION
 VARIANTS = {
     "rows two at a time": ["forward_batch_size=2"],
     "padded": ["pack_groups=false"],

@@ -21,20 +21,12 @@ def reward_some(prompts, completions, trainer_state, number, **columns):
 ORDER = ShuffledSampler(range(ROWS), seed=SEED).next(ROWS) * 2
 ORDER[ROWS:] = ShuffledSampler(range(ROWS), seed=SEED).next(ROWS, skip=ROWS)
 
-
-SETTINGS = [
-    "rewards=[{_component_: my_rewards.reward_some}]",
-    *NO_EVALUATION,
-    "dtype=fp32",
-    f"seed={SEED}",
-    "saving.every_n_steps=1",
-    "saving.keep_last=null",
-    "optimizer=torch.optim.AdamW",
-    "optimizer.lr=1e-2",
-    "lr_scheduler.num_warmup_steps=0",
-    "loss.kl_coeff=0.1",
-    "log_groups=99",
-]
+SETTINGS = f"""
+rewards=[my_rewards.reward_some] dtype=fp32 seed={SEED} loss.kl_coeff=0.1
+saving.every_n_steps=1 saving.keep_last=null optimizer=torch.optim.AdamW optimizer.lr=1e-2
+lr_scheduler.num_warmup_steps=0 log_groups=99
+""".split()
+SETTINGS += NO_EVALUATION
 
 
 def trained(out, step):
