@@ -115,6 +115,15 @@ def test_a_run_without_evaluation_is_not_believed(tmp_path):
     assert "eval_dataset" in verdict["why"][0] and verdict["scores"] == []
 
 
+def test_a_run_without_a_gradient_is_the_base_and_says_where_to_look(tmp_path):
+    step = {"kind": "step", "step": 1, "reward": 0.0, "grad_norm": 0.0}
+    names = {"name": "all_wrong", "since": 1, "evidence": "", "key": "dataset", "remedy": ""}
+    finding = {"kind": "finding", "step": 1, "event": "begins", **names}
+    for events, why in (([step], "torchtune-grpo plan"), ([step, finding], "The findings")):
+        verdict = of_events(tmp_path, *events)["verdict"]
+        assert verdict["tone"] == "bad" and why in verdict["why"][-1]
+
+
 def test_findings_that_are_open_come_first(tmp_path):
     found = of_run(write_run(tmp_path))["verdict"]["findings"]
     assert [(each["name"], each["since"], each["until"]) for each in found] == [

@@ -25,7 +25,9 @@ def verdict(run: RunRecord) -> dict[str, object]:
     else:
         tone, headline, why = compared.tone, compared.headline, compared.reasons
     if run.steps and not any(map(changes_weights, run.steps)):
-        tone, headline, why = "bad", STILL_THE_BASE, [headline, "The findings say why."]
+        plan = "The run is too short for findings: `torchtune-grpo plan` looks for the cause."
+        why = [headline, "The findings say why." if run.findings else plan]
+        tone, headline = "bad", STILL_THE_BASE
     scores: list[Record] = []
     for label, ends, change in compared.rows if compared else ():
         known = [{**score._asdict(), "text": str(score)} for score in ends if score]
