@@ -42,8 +42,8 @@ from torchtune_grpo.trajectory import Trajectory
 class GRPOFullFinetuneRecipe(FTRecipeInterface):
     """GRPO for LoRA, QLoRA, DoRA and full fine-tuning, on one device or under torchrun.
 
-    With adapters, the reference policy is the model with its adapters switched off, or with those
-    in ``adapter_dir``. Full fine-tuning keeps a copy; ``loss.kl_coeff: 0`` needs none.
+    With adapters, the reference policy is the model with its adapters switched off. Full
+    fine-tuning keeps a copy; ``loss.kl_coeff: 0`` needs none.
 
     On several ranks, ``distributed.sharding`` says whether each holds the whole model (only
     gradients cross the wire) or a part of it (FSDP2). ``batch_size`` and ``forward_batch_size`` are

@@ -11,7 +11,6 @@ from hf_models import hf_folder
 from omegaconf import OmegaConf
 from policies import SHAPE, randomize
 from safetensors.torch import save_file
-from torch import Tensor
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2._tokenizer import bytes_to_unicode
@@ -67,24 +66,6 @@ def qwen_tokenizer_files(folder: Path) -> None:
     _specials(folder, QWEN_SPECIALS)
 
 
-def peft_adapter(base: Path, folder: Path, **settings: Any) -> Tensor:
-    """Save PEFT's adapter of a base with random weights; return its logits of ``TOKENS``."""
-    from peft import LoraConfig, get_peft_model  # which takes seconds
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.2)
-            elif "magnitude" in name:
-                parameter.mul_(1 + torch.rand(parameter.shape))
-        model.save_pretrained(folder, save_embedding_layers=False)
-        return model(TOKENS).logits
-
-
 def _specials(folder: Path, names: list[str]) -> None:
     added = [{"id": 256 + i, "content": name} for i, name in enumerate(names)]
     (folder / "special_tokens.json").write_text(json.dumps({"added_tokens": added}))
@@ -95,7 +76,6 @@ def saving_config(checkpointer: dict[str, Any], folder: Path, **saving: Any) -> 
     return SimpleNamespace(
         checkpointer=OmegaConf.create(checkpointer),
         output_dir=str(folder),
-        adapter_dir=None,
         batch_size=1,
         dataset={},
         objective=ObjectiveConfig(),

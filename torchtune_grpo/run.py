@@ -381,7 +381,7 @@ class Run:
         """
         checkpoint = self._prepare_training()
         policy = self._load_policy()
-        reference = make_reference(policy, self.cfg) if self.loss.needs_reference else None
+        reference = make_reference(policy) if self.loss.needs_reference else None
         state = None if checkpoint is None else self.checkpoints.restore(policy, checkpoint)
         engine = self.make_engine(policy)
         self._prepare_passes(policy, reference)
@@ -463,8 +463,7 @@ class Run:
     def load_engine(self, checkpoint: Path | None) -> RolloutEngine:
         """Make the engine with a checkpoint's weights, and print which; None = before training."""
         if parallel.rank() == 0:
-            start = filter(None, (self.cfg.checkpointer.checkpoint_dir, self.cfg.adapter_dir))
-            print(f"Weights: {checkpoint or ' with '.join(start)}")
+            print(f"Weights: {checkpoint or self.cfg.checkpointer.checkpoint_dir}")
         self._end_engine()
         gc.collect()  # free one policy's memory before the next one is loaded
         if checkpoint is not None:

@@ -8,9 +8,10 @@
 
 Both train LoRA of rank 32 and alpha 64 on all linear layers with a constant rate and no KL term, on
 one thread, with the first reward of the config. A stop string of one token becomes TRL's end of a
-text; at others TRL cannot stop, and the reward does not see what follows. TRL's adapters are scored
-by ``torchtune-grpo evaluate``, on the same held-out questions. Prints one JSON line: per seed the
-scores after the given steps, and the CPU seconds of the process until then, imports included.
+text; at others TRL cannot stop, and the reward does not see what follows. TRL's adapters are merged
+and scored by ``torchtune-grpo evaluate``, on the same held-out questions. Prints one JSON line: per
+seed the scores after the given steps, and the CPU seconds of the process until then, imports
+included.
 """
 
 import argparse
@@ -94,8 +95,15 @@ def train(seed: int, args: argparse.Namespace, folder: str) -> dict[int, float]:
 
 def score(adapter: Path, args: argparse.Namespace) -> dict[str, float]:
     """Return an adapter's held-out pass@1, if measured, and its accuracy with its interval."""
-    output, keys = adapter / "evaluation.json", [f"adapter_dir={adapter}", *args.overrides]
-    which = [args.config, "--base", *keys, f"eval_dataset.num_samples={args.questions}"]
+    from peft import AutoPeftModelForCausalLM, PeftConfig
+    from transformers import AutoTokenizer
+
+    output, merged = adapter / "evaluation.json", adapter / "merged"
+    AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
+    base = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    AutoTokenizer.from_pretrained(base).save_pretrained(merged)
+    keys = [*args.overrides, f"model_dir={merged}", f"eval_dataset.num_samples={args.questions}"]
+    which = [args.config, "--base", *keys]
     run([BIN / "torchtune-grpo", "evaluate", *which, "--output", output])
     graders = json.loads(output.read_text())["groups"]["all"]["graders"]
     found = next(iter(graders.values()))["before"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from torchtune_grpo.checkpoint.checkpoints import _read_state
-from torchtune_grpo.models.adapter import _read_tensors
 from torchtune_grpo.models.weights import HFCheckpointer
 
 ROOT = Path(__file__).parents[2]
@@ -43,12 +42,10 @@ class MakesFolder:
 
 
 def test_files_that_are_loaded_run_nothing(tmp_path):
-    """Pickles that would call a function: of a model, an adapter, and a checkpoint's state."""
+    """Pickles that would call a function: of a model, and a checkpoint's state."""
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "adapter_config.json").write_text("{}")
     readers = {
         "pytorch_model.bin": lambda: [*HFCheckpointer(tmp_path, tmp_path)._tensors()],
-        "adapter_model.bin": lambda: _read_tensors(tmp_path, {}),
         "training_state.pt": lambda: _read_state(tmp_path / "training_state.pt"),
     }
     for name, read in readers.items():

@@ -23,17 +23,14 @@ from torchtune_grpo.config.keys import GRPOConfig
 def settings(folder: Path, *changes: str) -> GRPOConfig:
     """A shipped config with its files in a folder."""
     files = [f"tokenizer.path={folder / 'tokens'}", f"output_dir={folder}"]
-    files.append(f"adapter_dir={folder / 'sft'}")
     cfg = load_config("llama3_2_1B_lora_grpo", [*files, *changes])
     if any(change.startswith("model=") for change in changes):
         cfg.model = {"_component_": cfg.model._component_}  # without the other one's arguments
     return read_config(cfg)
 
 
-def config_of(folder: Path, *changes: str, tokens="abc", base="0" * 9, sft="{}") -> dict:
-    (folder / "sft").mkdir(parents=True, exist_ok=True)
-    (folder / "sft" / "adapter_config.json").write_text(sft)
-    (folder / "sft" / "adapter_model.safetensors").write_text("weights")
+def config_of(folder: Path, *changes: str, tokens="abc", base="0" * 9) -> dict:
+    folder.mkdir(exist_ok=True)
     (folder / "tokens").write_text(tokens)
     (folder / "model.safetensors").write_text(base)
     return run_config(settings(folder, *changes), base_files=[folder / "model.safetensors"])
@@ -104,7 +101,6 @@ REFUSED = {
     "checkpointer.model_type=QWEN2": "checkpointer.model_type=QWEN2: .* was made with LLAMA3_2",
     "optimizer=torch.optim.SGD": "optimizer._component_=torch.optim.SGD: .*torch.optim.AdamW",
     "optimizer.amsgrad=true": "optimizer.amsgrad=True: .* was made with null",
-    "adapter_dir=null": "adapter_dir.0=null: .* was made with adapter_config.json",
     "lr_scheduler=null": "lr_scheduler._component_=null: .* was made with torchtune",
 }
 
@@ -124,7 +120,6 @@ def test_what_must_stay_is_refused_by_key_with_both_values(tmp_path, change):
     [
         ({"tokens": "abd"}, "tokenizer.path"),
         ({"base": "000010000"}, "checkpointer.checkpoint_files.0"),
-        ({"sft": "[]"}, "adapter_dir.0"),
     ],
 )
 def test_a_file_with_other_contents_is_another_one(tmp_path, changed, key):

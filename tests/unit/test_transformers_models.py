@@ -231,7 +231,7 @@ def test_what_is_no_causal_decoder_is_refused_by_one_line(tmp_path):
     ):
         load(bidirectional)
     folder = hf_folder("qwen3_moe", tmp_path / "moe")
-    with pytest.raises(ValueError, match="lora_attn_modules=.*set it to null"):
+    with pytest.raises(ValueError, match="lora_attn_modules, .*remove them"):
         lora_hf_model(str(folder), lora_attn_modules=["q_proj"])
     with pytest.raises(ValueError, match="lora_modules=.'w1'.*k_proj, o_proj, q_proj, v_proj"):
         transformers_model(str(folder), lora_rank=4, lora_modules=["w1"])

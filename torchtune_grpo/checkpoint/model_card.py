@@ -14,7 +14,7 @@ CARD_FILE = "model_card.json"
 
 # Keys of the config that a reader wants to know; each stands for all keys below it.
 _KEYS = (
-    *("adapter_dir", "model", "dtype", "dataset", "rewards", "eval_dataset", "loss", "objective"),
+    *("model", "dtype", "dataset", "rewards", "eval_dataset", "loss", "objective"),
     *("batch_size * ranks", "grpo_samples", "max_generated_tokens", "temperature", "sampling"),
     *("optimizer", "lr_scheduler", "clip_grad_norm", "ppo_epochs", "num_steps", "seed"),
 )
@@ -32,7 +32,7 @@ pipeline_tag: text-generation
 
 Trained by reinforcement learning from verifiable rewards
 ([GRPO](https://arxiv.org/abs/2402.03300)), with torchtune-grpo on torchtune. Base model: `{base}`.
-{start}{results}
+{results}
 
 ## How to load it
 
@@ -120,9 +120,6 @@ class ModelCard:
         if repo is not None:
             place, adapter = f'"{repo}"', f'"{repo}", subfolder="adapter"'
         base = self.base if repo is None else self.public_base
-        start = ""
-        if any(key.startswith("adapter_dir.") for key in self.config):
-            start = "Training began from an adapter of it, `adapter_dir` below. "
         more = (_OF_QUANTIZED if self.is_quantized else _SAME).format(base=base)
         return _HEAD.format(
             library="transformers" if self.has_weights else "peft",
@@ -130,7 +127,6 @@ class ModelCard:
             title=base.rpartition("/")[2],
             base=base,
             steps="1 step" if self.step == 1 else f"{self.step} steps",
-            start=start,
             results=self.results,
             code=self._code(base, place, adapter),
             more=f"\n{more}\n" if self.has_weights and self.has_adapter else "",

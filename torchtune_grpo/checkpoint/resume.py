@@ -22,7 +22,6 @@ from torchtune_grpo.checkpoint.folder import sha256_of
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import flat, is_secret
 from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
-from torchtune_grpo.models.adapter import adapter_files
 from torchtune_grpo.monitor.record import versions
 from torchtune_grpo.training.optimizer import MASTER
 
@@ -31,7 +30,7 @@ POLICY = ("model", "dtype", "tokenizer", "checkpointer.model_type")
 # Keys that a resumed run must keep: the policy, where training started, and the order of prompts.
 # Each name stands for all keys below it.
 FIXED = (
-    *(*POLICY, "checkpointer.checkpoint_files", "adapter_dir", "seed", "dataset", "sampler"),
+    *(*POLICY, "checkpointer.checkpoint_files", "seed", "dataset", "sampler"),
     *("batch_size * ranks", "optimizer", "lr_scheduler._component_"),
 )
 # Optimizer settings that a resumed run takes from its config and not from the checkpoint
@@ -54,8 +53,6 @@ def run_config(cfg: GRPOConfig, *, base_files: Sequence[Path] = ()) -> dict[str,
     """
     values = cfg.model_dump()
     values["checkpointer"] = {**cfg.checkpointer, "checkpoint_files": [*map(str, base_files)]}
-    if cfg.adapter_dir is not None:
-        values["adapter_dir"] = [str(path) for path in adapter_files(cfg.adapter_dir)]
     values["batch_size * ranks"] = cfg.batch_size * world_size()
     values["versions"] = versions()
     if isinstance(parts := cfg.dataset.get("datasets"), Mapping):

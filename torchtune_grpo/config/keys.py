@@ -275,8 +275,6 @@ class GRPOConfig(Keys):
     """Folder for checkpoints, metrics and completions."""
     model_dir: str | None = None
     """Folder of a model in the hub's format; the nodes below refer to it by `${model_dir}`."""
-    adapter_dir: str | None = None
-    """Folder of a LoRA or DoRA adapter to start from, PEFT's or torchtune's; null = a new one."""
     prepare: Component | None = None
     """Component called before anything is read, to create what is missing."""
     tokenizer: Component
@@ -437,8 +435,8 @@ def _mistaken_folders(cfg: GRPOConfig) -> Iterator[str]:
     base, adapter = node.get("checkpoint_dir"), node.get("adapter_checkpoint")
     if adapter is not None:
         yield (
-            f"checkpointer.adapter_checkpoint={adapter}: is not read; set it to null, and "
-            "adapter_dir to its folder."
+            f"checkpointer.adapter_checkpoint={adapter}: is not read; set it to null, and merge "
+            "the adapter into its base (docs/checkpoints.md#beginning-from-an-adapter)."
         )
     if not isinstance(base, str) or not base:
         yield "checkpointer.checkpoint_dir: missing; name the folder of the base model."
@@ -447,12 +445,11 @@ def _mistaken_folders(cfg: GRPOConfig) -> Iterator[str]:
             f"output_dir={cfg.output_dir}: is also checkpointer.checkpoint_dir, whose files would "
             "be overwritten; give another folder."
         )
-    for key, folder in (("checkpointer.checkpoint_dir", base), ("adapter_dir", cfg.adapter_dir)):
-        if str(Path(str(folder or ".")).resolve()).startswith(f"{output_dir}/step_"):
-            yield (
-                f"{key}={folder}: is a checkpoint in output_dir={cfg.output_dir}, from where a new "
-                "run moves it; give another output_dir."
-            )
+    elif str(Path(base).resolve()).startswith(f"{output_dir}/step_"):
+        yield (
+            f"checkpointer.checkpoint_dir={base}: is a checkpoint in output_dir={cfg.output_dir}, "
+            "from where a new run moves it; give another output_dir."
+        )
 
 
 def without_effect(cfg: GRPOConfig) -> Iterator[str]:

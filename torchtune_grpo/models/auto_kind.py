@@ -22,7 +22,7 @@ class TransformersKind(ModelKind):
     """The kind of a ``TransformersModel``."""
 
     modules = "transformers"
-    packs_rows = takes_adapters = False
+    packs_rows = False
 
     def shape(self) -> dict[str, int]:
         return {}  # it is built from config.json

@@ -28,11 +28,9 @@ from torchtune.modules.peft import LORA_ATTN_MODULES
 from torchtune.utils._logging import log_once
 
 from torchtune_grpo.config.text import ConfigError, describe, read_json, shortened
-from torchtune_grpo.models.adapter import adapter_settings
 from torchtune_grpo.models.auto import TransformersModel, transformers_model
 from torchtune_grpo.models.families import ACTIVATIONS, FAMILIES, AllHeadsNorm
 from torchtune_grpo.models.layers import (
-    LORA_KEYS,
     Scale,
     UniformAttention,
     lora_linear,
@@ -60,14 +58,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 _READ_FOR_ALL_TYPES = ("is_causal", "quantization_config", "per_layer_config")
 _DROPOUTS = [f"{of}_dropout" for of in ("attention", "hidden", "residual", "embedding")]
 _DROPOUTS += ["resid_pdrop", "embd_pdrop"]
-_LORA: dict[str, Any] = {
-    "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
-    "apply_lora_to_mlp": True,
-    "apply_lora_to_output": False,
-    "lora_rank": 32,
-    "lora_alpha": 64,
-    "use_dora": False,
-}
+_ATTENTION: Sequence[LORA_ATTN_MODULES] = ("q_proj", "k_proj", "v_proj", "output_proj")
 # name, inputs, outputs, bias -> layer
 Linear = Callable[[str, int, int, bool], nn.Module]
 
@@ -94,38 +85,40 @@ def lora_hf_model(
     model_dir: str,
     lora_attn_modules: Sequence[LORA_ATTN_MODULES] | None = None,
     apply_lora_to_mlp: bool | None = None,
-    apply_lora_to_output: bool | None = None,
-    lora_rank: int | None = None,
-    lora_alpha: float | None = None,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 32,
+    lora_alpha: float = 64,
     lora_dropout: float = 0.0,
-    use_dora: bool | None = None,
+    use_dora: bool = False,
     quantize_base: bool = False,
-    adapter_dir: str | None = None,
 ) -> TransformerDecoder | TransformersModel:
     """Build such a model with LoRA, DoRA or QLoRA; the arguments are those of torchtune's builders.
 
-    None takes the setting of the adapter in ``adapter_dir`` or, without one, LoRA of rank 32 and
-    alpha 64 on all linear layers but the output projection. The config's key ``adapter_dir`` loads
-    the adapter's weights. ``quantize_base`` keeps all but embeddings and output projection in NF4.
+    None stands for all of a layer's linear modules. ``quantize_base`` keeps all but embeddings and
+    output projection in NF4.
     """
-    given = {
-        "lora_attn_modules": lora_attn_modules,
-        "apply_lora_to_mlp": apply_lora_to_mlp,
-        "apply_lora_to_output": apply_lora_to_output,
-        "lora_rank": lora_rank,
-        "lora_alpha": lora_alpha,
-        "use_dora": use_dora,
-    }
     if (hf := _config_of_the_table(model_dir)) is None:
-        return _by_transformers(
-            model_dir, given, lora_dropout=lora_dropout, quantize_base=quantize_base
+        if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
+            raise ValueError(
+                "lora_attn_modules, apply_lora_to_mlp and apply_lora_to_output name torchtune's "
+                f"modules, and transformers' compute model_dir={model_dir}: remove them, or take "
+                "torchtune_grpo.models.transformers_model with its lora_modules."
+            )
+        options: Any = {"lora_dropout": lora_dropout, "use_dora": use_dora}
+        return transformers_model(
+            model_dir, lora_rank, lora_alpha, quantize_base=quantize_base, **options
         )
-    start = _LORA
-    if adapter_dir is not None:
-        start = adapter_settings(adapter_dir, hf_config=hf.to_dict())
-    lora = start | {name: value for name, value in given.items() if value is not None}
-    adapted = _adapted_layers(lora, tied=hf.tie_word_embeddings)
-    adapted_linear = lora_linear(*(lora[name] for name in LORA_KEYS), dropout=lora_dropout)
+    if apply_lora_to_output and hf.tie_word_embeddings:
+        raise ValueError(
+            "apply_lora_to_output=True: the model's output projection is its embedding; set it to "
+            "False."
+        )
+    adapted = {*(_ATTENTION if lora_attn_modules is None else lora_attn_modules)}
+    adapted |= {"w1", "w2", "w3"} if apply_lora_to_mlp is not False else set()
+    adapted |= {"output"} if apply_lora_to_output else set()
+    if not adapted:
+        raise ValueError("lora_attn_modules=[]: no layer has an adapter; name at least one.")
+    adapted_linear = lora_linear(lora_rank, lora_alpha, use_dora, dropout=lora_dropout)
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
         quantized = quantize_base and name != "output"
@@ -142,34 +135,6 @@ def lora_hf_model(
     if quantize_base:
         save_without_nf4(model, model.tok_embeddings.weight.dtype)
     return model
-
-
-def _by_transformers(model_dir: str, given: Mapping[str, Any], **others: Any) -> TransformersModel:
-    """Build a model of transformers' modules with the adapters that ``lora_hf_model`` is given."""
-    lora = {n: _LORA[n] if v is None else v for n, v in given.items() if n in LORA_KEYS}
-    if named := [f"{n}={v}" for n, v in given.items() if v and n not in LORA_KEYS]:
-        raise ValueError(
-            f"{named[0]}: names torchtune's modules, and transformers' compute model_dir="
-            f"{model_dir}; set it to null for all linear modules of the layers, or take "
-            "torchtune_grpo.models.transformers_model with its lora_modules."
-        )
-    return transformers_model(model_dir, **lora, **others)
-
-
-def _adapted_layers(lora: Mapping[str, Any], *, tied: bool) -> set[str]:
-    names = {*lora["lora_attn_modules"]}
-    if lora["apply_lora_to_mlp"]:
-        names |= {"w1", "w2", "w3"}
-    if lora["apply_lora_to_output"]:
-        names.add("output")
-        if tied:
-            raise ValueError(
-                "apply_lora_to_output=True: the model's output projection is its embedding; set it "
-                "to False."
-            )
-    if not names:
-        raise ValueError("lora_attn_modules=[]: no layer has an adapter; name at least one.")
-    return names
 
 
 def _build(model_dir: str, hf: Any, linear: Linear) -> TransformerDecoder:

@@ -28,7 +28,6 @@ class ModelKind:
 
     modules = "torchtune"  # whose compute it; engines declare whose they sample
     packs_rows = True  # it takes ``Segments`` as a mask
-    takes_adapters = True  # it may begin from ``adapter_dir``
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model: Any = model

@@ -97,13 +97,10 @@ class Scale(nn.Module):
         return x * self.factor
 
 
-LORA_KEYS = ("lora_rank", "lora_alpha", "use_dora")
-
-
 def lora_linear(
     rank: int, alpha: float, use_dora: bool, *, dropout: float
 ) -> Callable[..., nn.Module]:
-    """Return what makes linear layers with LoRA or DoRA; the arguments are ``LORA_KEYS``."""
+    """Return what makes linear layers with LoRA or DoRA."""
     kind = PeftDoRALinear if use_dora else LoRALinear
     return partial(kind, rank=rank, alpha=alpha, dropout=dropout)
 
@@ -340,13 +337,13 @@ class AdapterLinear(nn.Linear):
 def reorder(
     state: Mapping[str, Tensor], hf_config: Mapping[str, object], *, to: Literal["halves", "pairs"]
 ) -> dict[str, Tensor]:
-    """Reorder the rows of weights or adapters to Hugging Face's halves, or torchtune's pairs."""
+    """Reorder the rows of weights to Hugging Face's halves, or torchtune's pairs."""
     split = (-1, 2) if to == "halves" else (2, -1)
     heads = {"q_proj": hf_config["num_attention_heads"]}
     heads["k_proj"] = hf_config.get("num_key_value_heads") or heads["q_proj"]
     result = dict(state)
     for name, value in state.items():
-        match = re.search(r"\.(q_proj|k_proj)\.(weight|bias|lora_b\.weight|magnitude)$", name)
+        match = re.search(r"\.(q_proj|k_proj)\.(weight|bias)$", name)
         if match is not None:
             rows = value.unflatten(0, (heads[match[1]], -1)).unflatten(1, split)
             result[name] = rows.transpose(1, 2).reshape(value.shape)

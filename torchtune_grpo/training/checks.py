@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import tempfile
 from collections.abc import Sequence
@@ -10,21 +9,16 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torchtune import utils
 from torchtune.models.gemma2._attention import Gemma2Attention
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.check import arguments_of, instantiate
-from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
-from torchtune_grpo.config.text import ConfigError, describe, noted, read_json
-from torchtune_grpo.models.adapter import adapter_files, check_adapter
+from torchtune_grpo.config.text import ConfigError, describe, noted
 from torchtune_grpo.models.kinds import hf_config_of, kind_of
 from torchtune_grpo.rollout.engine import capabilities_of, engine_for
 from torchtune_grpo.training.optimizer import make_lr_scheduler
 from torchtune_grpo.training.policy import empty_model
-
-log = utils.get_logger("INFO")
 
 
 def check_model(cfg: GRPOConfig) -> None:
@@ -35,8 +29,6 @@ def check_model(cfg: GRPOConfig) -> None:
         model = empty_model(cfg)
         _check_architecture(cfg, model)
         engine_for(cfg.rollout, model)
-        if cfg.adapter_dir is not None:
-            _check_adapter_dir(cfg, model)
     with noted(problems):
         _check_optimizer(cfg)
     if problems:
@@ -114,30 +106,6 @@ def _check_architecture(cfg: GRPOConfig, model: TransformerDecoder) -> None:
             f"sampling.suppressed_tokens={list(cfg.sampling.suppressed_tokens)}: the model's "
             f"vocabulary has {size} tokens; give numbers from 0 to {size - 1}."
         )
-
-
-def _check_adapter_dir(cfg: GRPOConfig, model: nn.Module) -> None:
-    """Check that ``adapter_dir`` fits the model, and warn if it was trained on another base."""
-    if not kind_of(model).takes_adapters:
-        raise ValueError(
-            f"adapter_dir={cfg.adapter_dir}: a model that transformers' modules compute cannot "
-            "begin from an adapter; merge it into the base with PEFT (merge_and_unload), and begin "
-            "from the result."
-        )
-    adapter_dir, base = str(cfg.adapter_dir), Path(cfg.checkpointer.checkpoint_dir).resolve()
-    file = adapter_files(adapter_dir)[0].resolve()
-    if file.parent == base or (base in file.parents and (base / "run_config.json").is_file()):
-        raise ValueError(
-            f"adapter_dir={adapter_dir}: the weights in checkpointer.checkpoint_dir={base} hold "
-            "this adapter already; set it to null, or give the base that it was trained on."
-        )
-    check_adapter(adapter_dir, model, hf_config=hf_config_of(cfg.checkpointer))
-    settings = read_json(file.parent, file.name, key="adapter_dir")
-    trained_on = settings.get("base_model_name_or_path")
-    here = hub_name(base)
-    if trained_on and here and trained_on != here and not Path(trained_on).exists():
-        message = f"adapter_dir={adapter_dir}: trained on {trained_on}, but {base} holds {here}."
-        utils.log_rank_zero(log, message, level=logging.WARNING)
 
 
 def check_prompts(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 from torchtune import config, training, utils
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
@@ -14,8 +13,7 @@ from torchtune_grpo.config.check import instantiate
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.machine.device import free_bytes, weight_bytes
 from torchtune_grpo.machine.parallel import gather_over_ranks, world_size
-from torchtune_grpo.models.adapter import adapter_settings, merge_adapter, read_adapter
-from torchtune_grpo.models.kinds import hf_config_of, kind_of
+from torchtune_grpo.models.kinds import kind_of
 from torchtune_grpo.models.layers import attend_in_segments, standardize
 
 log = utils.get_logger("INFO")
@@ -68,18 +66,8 @@ def make_policy(cfg: GRPOConfig, *, device: torch.device) -> TransformerDecoder:
 def load_policy(
     model: TransformerDecoder, cfg: GRPOConfig, state_dict: Mapping[str, object]
 ) -> None:
-    """Load a checkpoint's full weights into a model from ``make_policy``.
-
-    ``cfg.adapter_dir`` is loaded into the model's adapters, or merged into a model without any.
-    """
+    """Load a checkpoint's full weights into a model from ``make_policy``."""
     adapters = get_adapter_params(model)
-    start: dict[str, Tensor] = {}
-    if cfg.adapter_dir is not None:
-        hf_config = hf_config_of(cfg.checkpointer)
-        start = read_adapter(cfg.adapter_dir, hf_config=hf_config)
-        if not adapters:
-            settings = adapter_settings(cfg.adapter_dir, hf_config=hf_config)
-            state_dict = merge_adapter({**state_dict, **start}, settings)
     missing, unexpected = model.load_state_dict(state_dict, strict=False)
     missing = [name for name in missing if name not in adapters]
     if missing or unexpected:
@@ -91,6 +79,4 @@ def load_policy(
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
-    if adapters:
-        model.load_state_dict(start, strict=False)  # overwrites the initial magnitudes
     kind_of(model).check_loaded()
