@@ -3,10 +3,9 @@
     python benchmarks/training_step.py
     python benchmarks/training_step.py --shortest 128
 
-Measures the reference's and the policy's pass of a LoRA step, with packed groups (``packed``) and
-under a token budget (``budget``). ``full`` is the plain way: one row per response, padded on the
-right to the longest; the model's ``[rows, T, V]`` logits in float32, log-softmax, gather; in
-micro-batches of ``--micro-batch`` rows.
+Measures the reference's and the policy's pass of a LoRA step, with packed groups (``packed``).
+``full`` is the plain way: one row per response, padded on the right to the longest; the model's
+``[rows, T, V]`` logits in float32, log-softmax, gather; in micro-batches of ``--micro-batch`` rows.
 
 Every way runs in a process of its own, because freed memory is kept. Its extra memory is the peak
 resident memory of the first run minus what was resident before it; its time is the best of
@@ -41,7 +40,7 @@ from torchtune_grpo.training.reference import AdapterReference
 from torchtune_grpo.trajectory import Trajectory
 
 TEMPERATURE = 0.9
-PROMPTS, PROMPT_TOKENS, TOKEN_BUDGET = 4, 200, 384
+PROMPTS, PROMPT_TOKENS = 4, 200
 
 
 def measured(way: str, args: Namespace) -> dict[str, float]:
@@ -99,8 +98,7 @@ def update_work(way: str, args: Namespace) -> Callable[[], None]:
             output.loss.backward()
 
     def packed() -> None:
-        budget = TOKEN_BUDGET if way == "budget" else None
-        parts = micro_batches(rows, group_size=GROUP, pack=True, rows=GROUP, token_budget=budget)
+        parts = micro_batches(rows, group_size=GROUP, pack=True, rows=GROUP)
         scored = replace(rows, ref_logprobs=reference.logprobs(parts, temperature=TEMPERATURE))
         for part in parts:
             of_part = scored.select(part.rows)
@@ -119,7 +117,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=1, help="rows of the full way")
     args = parser.parse_args()
-    ways = {way: apart(measured, way, args) for way in ("full", "packed", "budget")}
+    ways = {way: apart(measured, way, args) for way in ("full", "packed")}
     report("training_step", args, **ways)
 
 

@@ -22,8 +22,8 @@ from torchtune_grpo.training.parts import Parts
 
 log = utils.get_logger("INFO")
 _SAVE_MEMORY = (
-    "Lower forward_token_budget, forward_batch_size or rollout.max_rows, or set "
-    "enable_activation_checkpointing=True: docs/hardware.md#memory."
+    "Lower forward_batch_size or rollout.max_rows, or set enable_activation_checkpointing=True: "
+    "docs/hardware.md#memory."
 )
 
 

@@ -45,7 +45,7 @@ BAD = {
 KEYS = """
 count: batch_size grpo_samples max_generated_tokens num_steps ppo_epochs
 count: model.num_layers model.embed_dim model.vocab_size model.num_heads
-count?: forward_batch_size forward_token_budget evaluation.every_n_steps saving.every_n_steps
+count?: forward_batch_size evaluation.every_n_steps saving.every_n_steps
 count?: saving.keep_last sampling.top_k rollout.max_rows
 count0: seed evaluation.samples log_groups sampling.min_new_tokens
 size?: dataset.max_prompt_tokens dataset.num_samples

@@ -141,7 +141,6 @@ def test_a_full_device_is_an_error_that_names_the_keys_to_lower(tmp_path):
     done = run_tiny(CONFIG, tmp_path, *SHORT, "loss._component_=full.Full", check=False)
     assert done.code == 1 and "Traceback (most" not in done.err
     assert done.err.splitlines()[-1] == (
-        "Error: CUDA out of memory. Tried to allocate 2.00 GiB. Lower forward_token_budget, "
-        "forward_batch_size or rollout.max_rows, or set enable_activation_checkpointing=True: "
-        "docs/hardware.md#memory."
+        "Error: CUDA out of memory. Tried to allocate 2.00 GiB. Lower forward_batch_size or "
+        "rollout.max_rows, or set enable_activation_checkpointing=True: docs/hardware.md#memory."
     )

@@ -63,7 +63,7 @@ BAD = [
     ("evaluation.keep_best=accuracy", "evaluation.keep_best='accuracy'", "eval/"),
     ("evaluation=5", "evaluation=5: evaluation is a section", "evaluation.every_n_steps"),
     ("evaluation.stop_at=0.9 eval_dataset=null", "evaluation.stop_at=0.9", "set eval_"),
-    ("forward_token_budget=2000", "forward_token_budget=2000", "set one of them to null"),
+    ("forward_token_budget=2000", "forward_token_budget=2000", "forward_batch_size (auto"),
     ("num_minibatches=3", "num_minibatches=3", "give a divisor"),
     ("output_dir=/tmp/Llama-3.2-1B-Instruct", "output_dir=", "another folder"),
     (
@@ -157,30 +157,20 @@ def tiny(folder, *changes):
     return settings_of(*tiny_overrides(CONFIG, folder), *changes)
 
 
-BUDGET = ["forward_batch_size=null", "forward_token_budget=611"]
-TURNS = ["environment.max_response_tokens=600", "forward_batch_size=null"]
-
-
 @pytest.mark.parametrize(
-    ("data", "changes", "longest", "said"),
+    ("changes", "response", "said"),
     [
-        ("eval_dataset", [], 131_072 - 512, "eval_dataset, 130561 tokens.*context of 131072"),
-        ("dataset", BUDGET, 611 - 511, "forward_token_budget=611.*give at least 612"),
-        (
-            "dataset",
-            [*TURNS, "forward_token_budget=700"],
-            700 - 599,
-            "budget=700.*give at least 701, .*or environment.max_response_tokens",
-        ),
+        ([], 512, "max_generated_tokens=512"),
+        (["environment.max_response_tokens=600"], 600, "environment.max_response_tokens=600"),
     ],
 )
-def test_prompts_must_fit_the_context_and_rows_the_budget(data, changes, longest, said):
-    """Llama 3.2's context is read off the builder; a response of 512 has a last token not read."""
-    settings = settings_of(*changes)
+def test_prompts_and_responses_must_fit_the_context(changes, response, said):
+    """Llama 3.2's context is read off the builder."""
+    settings, longest = settings_of(*changes), 131_072 - response
     model = empty_model(settings)
-    check_prompts(settings, data, [[0] * longest], model=model)
-    with pytest.raises(ValueError, match=said):
-        check_prompts(settings, data, [[0] * (longest + 1)], model=model)
+    check_prompts(settings, "eval_dataset", [[0] * longest], model=model)
+    with pytest.raises(ValueError, match=f"{said}.*eval_dataset, {longest + 1} tokens.*131072"):
+        check_prompts(settings, "eval_dataset", [[0] * (longest + 1)], model=model)
 
 
 def test_a_mistake_elsewhere_makes_none_of_an_environments_own_keys():

@@ -93,11 +93,6 @@ CHOICES = {
     "nothing fits": (AUTO, 0, (1, True)),
     "rows are given": (AUTO | {"forward_batch_size": 2}, size(2, recompute=False), (2, False)),
     "rows are given and do not fit": (AUTO | {"forward_batch_size": 5}, 0, (5, True)),
-    "a budget is given": (
-        {"enable_activation_checkpointing": "auto", "forward_token_budget": 3 * LONGEST},
-        size(3, recompute=False) - 2,
-        (None, True),
-    ),
     "only rows are asked for": (
         {"forward_batch_size": "auto", "enable_activation_checkpointing": False},
         size(2, recompute=False),
@@ -112,7 +107,6 @@ def test_passes_are_chosen_by_the_memory_that_is_free(name):
     given = settings(**{"forward_batch_size": None} | keys)
     cfg = choose_passes(given, build_policy(), longest=LONGEST, free=free)
     assert (cfg.forward_batch_size, cfg.enable_activation_checkpointing) == (rows, recompute)
-    assert cfg.forward_token_budget == given.forward_token_budget
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

@@ -324,8 +324,6 @@ class GRPOConfig(Keys):
     forward_batch_size: PositiveInt | Literal["auto"] | None = None
     """Maximum rows in a forward and backward pass; null = all of the step's; auto = as many as fit
     (docs/hardware.md#memory)."""
-    forward_token_budget: PositiveInt | None = None
-    """Maximum tokens in a forward and backward pass, with padding; replaces forward_batch_size."""
     pack_groups: bool = True
     """Compute a prompt once for all of its responses in the same forward pass."""
     optimizer: Component
@@ -401,12 +399,6 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
     least, most = cfg.sampling.min_new_tokens, cfg.max_generated_tokens
     if least > most:
         yield f"sampling.min_new_tokens={least}: give 0 to max_generated_tokens={most}."
-    rows, tokens = cfg.forward_batch_size, cfg.forward_token_budget
-    if None not in (rows, tokens):
-        yield (
-            f"forward_token_budget={tokens}: replaces forward_batch_size={rows}; set one of them "
-            "to null."
-        )
     prompts, parts = cfg.batch_size, cfg.num_minibatches
     if prompts % parts:
         yield f"num_minibatches={parts}: does not divide batch_size={prompts}; give a divisor."

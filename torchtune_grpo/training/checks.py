@@ -111,7 +111,7 @@ def _check_architecture(cfg: GRPOConfig, model: TransformerDecoder) -> None:
 def check_prompts(
     cfg: GRPOConfig, key: str, prompts: Sequence[Sequence[int]], *, model: TransformerDecoder
 ) -> None:
-    """Check that prompts and responses fit the model's context and vocabulary, and the budget.
+    """Check that prompts and responses fit the model's context and vocabulary.
 
     ``prompts`` are the tokenized prompts of the data set under ``key``. The model may be on the
     meta device.
@@ -134,13 +134,6 @@ def check_prompts(
             f"rollout.engine: takes at most {most} tokens of a prompt and its response, and the "
             f"longest prompt of {key} and its response may have {longest + response}; raise the "
             f"engine's limit, or lower {limited}."
-        )
-    row = longest + response - 1  # the last token is not read
-    if key == "dataset" and cfg.forward_token_budget is not None and row > cfg.forward_token_budget:
-        raise ValueError(
-            f"forward_token_budget={cfg.forward_token_budget}: the longest prompt and response "
-            f"make a row of {row} tokens; give at least {row}, or lower dataset.max_prompt_tokens "
-            f"or {limited}."
         )
     if highest >= size:
         raise ValueError(

@@ -50,7 +50,7 @@ def tokens_at_once(cfg: GRPOConfig, *, longest: int) -> int:
     rows = cfg.batch_size * cfg.grpo_samples
     if isinstance(cfg.forward_batch_size, int):
         rows = min(rows, cfg.forward_batch_size)
-    return cfg.forward_token_budget or rows * longest
+    return rows * longest
 
 
 def choose_passes(

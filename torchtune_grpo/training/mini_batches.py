@@ -1,8 +1,7 @@
 """A step's rows -> mini-batches, one per optimizer step, each cut into micro-batches.
 
-The rows of a micro-batch share a forward pass: a fixed number of them, or as many as a token budget
-allows. Micro-batches and their layouts are made once a step, and serve the reference, the old
-log-probs and the optimizer steps of every epoch.
+The rows of a micro-batch share a forward pass. Micro-batches and their layouts are made once a
+step, and serve the reference, the old log-probs and the optimizer steps of every epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torchtune_grpo.training.packing import (
     MicroBatch,
     empty_layout,
     packed_layout,
-    response_inputs,
     row_layout,
 )
 from torchtune_grpo.training.parts import Parts
@@ -108,33 +106,21 @@ def cut(trajectory: Trajectory, cfg: GRPOConfig) -> list[MicroBatch]:
         group_size=cfg.grpo_samples,
         pack=cfg.pack_groups,
         rows=rows or max(1, trajectory.num_rows),
-        token_budget=cfg.forward_token_budget,
     )
 
 
 def micro_batches(
-    trajectory: Trajectory,
-    *,
-    group_size: int,
-    pack: bool,
-    rows: int,
-    token_budget: int | None = None,
+    trajectory: Trajectory, *, group_size: int, pack: bool, rows: int
 ) -> list[MicroBatch]:
-    """Cut N rows, grouped by prompt, into micro-batches.
+    """Cut N rows, grouped by prompt, into micro-batches of at most ``rows`` rows.
 
-    Each has at most ``rows`` rows or, under a budget, ``token_budget`` tokens with padding: groups
-    that do not fit are split, and rows of similar length share a pass. ``pack`` lays out rows with
-    the same prompt as one.
+    Groups that do not fit are split. ``pack`` lays out rows with the same prompt as one.
 
     All ranks get the same number, at least one, as a sharded model requires; some may be empty. The
     largest comes first: its memory can be reused for the others.
     """
-    if token_budget is None:
-        groups = _groups(trajectory, most=min(rows, group_size) if pack else 1)
-        plan = fill_parts(groups, size=len, room=rows)
-    else:
-        most = group_size if pack else 1
-        plan = _within_budget(trajectory, most=most, budget=token_budget)
+    groups = _groups(trajectory, most=min(rows, group_size) if pack else 1)
+    plan = fill_parts(groups, size=len, room=rows)
     passes = max(1, *gather_over_ranks(len(plan)))
     plan += [[] for _ in range(passes - len(plan))]
     parts = [_micro_batch(trajectory, packs) for packs in plan]
@@ -165,28 +151,3 @@ def _groups(trajectory: Trajectory, *, most: int) -> list[list[int]]:
         else:
             groups.append([row])
     return groups
-
-
-def _within_budget(trajectory: Trajectory, *, most: int, budget: int) -> list[list[list[int]]]:
-    """Pack each group into as few rows as possible, then similar rows into micro-batches."""
-    prompts = trajectory.prompt_lengths.tolist()
-    inputs = response_inputs(trajectory).tolist()
-    packs: list[list[int]] = []
-    lengths: list[int] = []  # [packs] tokens of each
-    for group in _groups(trajectory, most=most):
-        for row in group:
-            if row != group[0] and lengths[-1] + inputs[row] <= budget:
-                packs[-1].append(row)
-                lengths[-1] += inputs[row]
-            else:
-                packs.append([row])
-                lengths.append(prompts[row] + inputs[row])
-
-    plan: list[list[list[int]]] = []
-    longest = 0
-    for i in sorted(range(len(packs)), key=lambda i: -lengths[i]):
-        if not plan or (len(plan[-1]) + 1) * longest > budget:
-            plan.append([])
-            longest = lengths[i]
-        plan[-1].append(packs[i])
-    return plan
