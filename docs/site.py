@@ -51,7 +51,6 @@ CLASSES = {  # what a config or a script of one's own names
         "rewards.ProgramReward",
         "rewards.ReasoningGymReward",
         "rewards.OverlongPenalty",
-        "rewards.RepetitionPenalty",
         "rewards.RewardScores",
     ],
     "Models": [

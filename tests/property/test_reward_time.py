@@ -73,7 +73,7 @@ COLUMNS = {"answer": ["7"], "entry_point": ["f"], "test": ["assert f() == 1"]}
 COLUMNS |= {"tests": [{"inputs": ["1"], "outputs": ["1"]}]}
 NAMES = """
 math_correctness_reward last_number_reward math_format_reward math_number_reward
-code_format_reward CodeReward ProgramReward SymbolicMathReward RepetitionPenalty choice_reward
+code_format_reward CodeReward ProgramReward SymbolicMathReward choice_reward
 short_text_reward
 """.split()
 # Of each shipped reward, its arguments.

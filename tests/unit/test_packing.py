@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import SHAPE, loaded_policy
 from policies import build_policy as tiny_policy

@@ -22,7 +22,7 @@ from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.machine import loop
 from torchtune_grpo.rewards import (
-    RepetitionPenalty,
+    OverlongPenalty,
     Reward,
     RewardFailure,
     RewardSet,
@@ -215,8 +215,12 @@ def test_functions_that_cannot_be_called_as_rewards_are_called():
         RewardSet([Reward("r", 3)])
 
 
-class Repeating(RepetitionPenalty):
+class Wordy(OverlongPenalty):
     """A user's, which takes texts like the one it is made of."""
+
+    def __call__(self, prompts, completions, **columns):
+        words = [[0] * len(text.split()) for text in completions]
+        return super().__call__(prompts, completions, completion_ids=words)
 
 
 def test_what_a_reward_gets_follows_from_the_row_unless_it_has_a_format(llama3_tokenizer):
@@ -237,7 +241,8 @@ def test_what_a_reward_gets_follows_from_the_row_unless_it_has_a_format(llama3_t
         return [0.0] * len(prompts)
 
     right = Reward("right", partial(math_correctness_reward, strict=False))
-    rewards = RewardSet([Reward("own", spy), right, Reward("repeating", Repeating(ngram=1), 0.1)])
+    wordy = Reward("wordy", Wordy(max_length=16, cache=16), 0.1)
+    rewards = RewardSet([Reward("own", spy), right, wordy])
     scores, said = rewards(**given(turns)), [[{"role": "assistant", "content": answer}]]
     assert seen["own"] == ([[system, *turns]], said)
     assert scores.scores.tolist() == [[0.0, 1.0, -0.5]]
@@ -255,7 +260,7 @@ def test_what_a_reward_gets_follows_from_the_row_unless_it_has_a_format(llama3_t
 
 def test_all_shipped_rewards_read_text():
     names = [n for n in shipped_rewards.__all__ if re.search(".(Reward|Penalty|_reward)$", n)]
-    assert len(names) >= 14
+    assert len(names) >= 13
     for name in names:
         assert Reward(name, getattr(shipped_rewards, name)).format == "text"
 

@@ -18,11 +18,7 @@ from torchtune_grpo.rewards.model import RewardModel
 from torchtune_grpo.rewards.reasoning_gym import ReasoningGymReward
 from torchtune_grpo.rewards.reward import Reward, RewardFunction
 from torchtune_grpo.rewards.score import Decider, RewardFailure, RewardScores, RewardSet
-from torchtune_grpo.rewards.shaping import (
-    OverlongPenalty,
-    RepetitionPenalty,
-    math_number_reward,
-)
+from torchtune_grpo.rewards.shaping import OverlongPenalty, math_number_reward
 from torchtune_grpo.rewards.short_answers import choice_reward, short_text_reward
 from torchtune_grpo.rewards.symbolic import SymbolicMathReward
 
@@ -32,7 +28,6 @@ __all__ = [
     "OverlongPenalty",
     "ProgramReward",
     "ReasoningGymReward",
-    "RepetitionPenalty",
     "Reward",
     "Decider",
     "RewardFailure",

@@ -45,28 +45,3 @@ class OverlongPenalty:
         """Return N numbers from -1 to 0."""
         over = [max(len(tokens) - self._start, 0) / self._cache for tokens in completion_ids]
         return [-min(share, 1.0) for share in over]
-
-
-class RepetitionPenalty:
-    """Penalty: minus the share of word n-grams that occurred before (Yeo et al. 2025,
-    arXiv:2502.03373, section 3.4)."""
-
-    __name__ = "repetition_penalty"
-    reads = "text"
-    reward_range = (-1.0, 0.0)
-
-    def __init__(self, *, ngram: int = 4) -> None:
-        if ngram < 1:
-            raise ValueError(f"ngram={ngram}: give 1 or more.")
-        self._ngram = ngram
-
-    def __call__(
-        self, prompts: list[str], completions: list[str], **columns: object
-    ) -> list[float]:
-        """Return N numbers from -1 to 0."""
-        scores = []
-        for text in completions:
-            words = text.lower().split()
-            grams = [*zip(*(words[start:] for start in range(self._ngram)))]
-            scores.append(len(set(grams)) / len(grams) - 1 if grams else 0.0)
-        return scores
