@@ -198,29 +198,6 @@ def test_the_parquet_of_verl_feeds_a_shipped_reward(llama3_tokenizer, tmp_path):
         make(llama3_tokenizer, None, source=str(path), columns={"answer": "reward_model.gold"})
 
 
-def test_rows_of_sharegpt_are_messages_and_end_before_the_reply(llama3_tokenizer, caplog):
-    def talk(*turns):
-        return {"conversations": [{"from": who, "value": text} for who, text in turns]}
-
-    start = (("system", "Be brief."), ("human", "1+1?"), ("gpt", "2"), ("human", "Plus 1?"))
-    rows = [talk(*start, ("gpt", "3")), talk(*start), talk(("human", "a"), ("observation", "b"))]
-    rows += [talk(("bird", "chirp"))]
-    with caplog.at_level("INFO"):
-        data = make(
-            llama3_tokenizer, rows, prompt_column="conversations", columns={"answer": "reply"}
-        )
-    first = chat(*start[:1], ("user", "1+1?"), ("assistant", "2"), ("user", "Plus 1?"))
-    assert [item["prompt"].messages for item in data] == [
-        *(first, first),
-        chat(("user", "a"), ("tool", "b")),
-    ]
-    assert [item["columns"] for item in data] == [{"answer": "3"}, {"answer": None}] + [
-        {"answer": None}
-    ]
-    (said,) = caplog.messages
-    assert "message 0 has role='bird': give one of system, user, assistant, tool (row 3)" in said
-
-
 def test_a_developer_is_the_system_and_parts_of_text_are_one_text(llama3_tokenizer):
     parts = [{"type": "text", "text": text} for text in ("1+", "1?")]
     rows = [{"prompt": chat(("developer", "Be brief."), ("user", parts))}]

@@ -21,8 +21,6 @@ from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.trajectory import ChatMessage, Prompt, message
 
 ROLES = ("system", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # to the roles above
-REPLY = "reply"  # column with the reply that ends a conversation of ShareGPT
 # What every reward gets besides the columns, under TRL's names.
 GIVEN = (
     "prompts",
@@ -91,22 +89,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
-
-
-def from_sharegpt(turns: Sequence[object]) -> tuple[Sequence[object], object]:
-    """Return ShareGPT's turns as messages, and apart from them the reply that they end in, if any.
-
-    Other turns stay as they are.
-    """
-    turns = [
-        {"role": _SHAREGPT.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
-        if isinstance(turn, Mapping) and "from" in turn
-        else turn
-        for turn in turns
-    ]
-    if turns and isinstance(turns[-1], Mapping) and turns[-1].get("role") == "assistant":
-        return turns[:-1], turns[-1]["content"]
-    return turns, None
 
 
 class PromptEncoder:

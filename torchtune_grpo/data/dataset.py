@@ -21,12 +21,10 @@ from torchtune.utils import get_logger, log_rank_zero
 from torchtune_grpo.config.text import shortened, suggest
 from torchtune_grpo.data.chat import (
     GIVEN,
-    REPLY,
     BadRow,
     PromptEncoder,
     check_messages,
     check_text,
-    from_sharegpt,
 )
 from torchtune_grpo.data.load import as_sequence, digest, load_rows, origin
 from torchtune_grpo.trajectory import Prompt
@@ -267,8 +265,8 @@ class RLDataset(Dataset[Item]):
         """Read a row; raise BadRow for an unusable one, ValueError for unusable data."""
         row = self._transformed(self._rows[number])
         if self._names is None:
-            self._names, self._sources = {*row} - {REPLY}, self._column_sources(row)
-        if row.keys() - {REPLY} != self._names:
+            self._names, self._sources = {*row}, self._column_sources(row)
+        if row.keys() != self._names:
             raise ValueError(
                 f"row {number} has the columns {sorted(row)}, the ones before it "
                 f"{sorted(self._names)}. Give every row the same columns."
@@ -294,16 +292,11 @@ class RLDataset(Dataset[Item]):
         if not isinstance(row, Mapping):
             raise BadRow(f"it has no columns: {shortened(repr(row))}")
         try:
-            row = row if self._transform is None else self._transform(row)
+            return row if self._transform is None else self._transform(row)
         except KeyError as error:
             raise BadRow(f"it has no column {error}, but {sorted(row)}") from error
         except ValueError as error:
             raise BadRow(shortened(str(error), 200)) from error
-        turns = row.get(self._prompt_column)
-        if isinstance(turns, list) and any(isinstance(t, Mapping) and "from" in t for t in turns):
-            messages, reply = from_sharegpt(turns)
-            return {**row, self._prompt_column: messages, REPLY: reply}
-        return row
 
     def _column_sources(self, row: Row) -> dict[str, str]:
         """Check the config's keys against a row; map rewards' names of columns to the data's."""
