@@ -42,7 +42,7 @@ def installed(monkeypatch):
     [
         ("sampling.top_k=5", "sampling.top_k=5: rollout.engine=vllm has no filters and penalties"),
         ("sampling.repetition_penalty=1.1", "sampling.repetition_penalty=1.1: "),
-        ("sampling.suppressed_tokens=[3]", "sampling.suppressed_tokens=(3,): "),
+        ("sampling.min_new_tokens=3", "sampling.min_new_tokens=3: "),
         ("evaluation.sampling.top_p=0.9", "evaluation.sampling.top_p=0.9: "),
         ("temperature=0.001", "temperature=0.001: rollout.engine=vllm takes 0.01 to 2.0"),
         ("evaluation.sampling.temperature=3.0", "evaluation.sampling.temperature=3.0: "),

@@ -69,7 +69,6 @@ PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INT)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]  # given as a list
-TokenIds = Annotated[tuple[Count, ...], Field(strict=False)]
 Device = Annotated[str, AfterValidator(_device)]
 Component = Annotated[DictConfig, BeforeValidator(_component)]
 Engine = Annotated[DictConfig, BeforeValidator(_engine)]
@@ -107,8 +106,6 @@ class SamplingConfig(Keys):
     """Above 1, tokens already in prompt or response become less likely (arXiv:1909.05858, 4.1)."""
     min_new_tokens: Count = 0
     """No stop token and no stop string before this many tokens."""
-    suppressed_tokens: TokenIds = ()
-    """Token ids that are never sampled."""
     stop_strings: Texts = ()
     """Strings that also end a response, at the token that completes one."""
 
@@ -129,11 +126,7 @@ class SamplingParams(SamplingConfig):
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and filters acts on the logits."""
-        return (
-            self.repetition_penalty != 1
-            or self.min_new_tokens > 0
-            or len(self.suppressed_tokens) > 0
-        )
+        return self.repetition_penalty != 1 or self.min_new_tokens > 0
 
 
 class RolloutConfig(Keys):

@@ -20,8 +20,7 @@ _PART = 2**19
 
 # The keys that change softmax(logits / temperature), each with the value that does not
 _NEUTRAL: dict[str, object] = {
-    **{"top_k": None, "top_p": 1.0, "min_p": 0.0},
-    **{"repetition_penalty": 1.0, "min_new_tokens": 0, "suppressed_tokens": ()},
+    **{"top_k": None, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0},
 }
 
 
@@ -114,13 +113,8 @@ class Sampler:
         vocab_size: int | None = None,
         buffers: Buffers,
     ) -> None:
-        def ids(name: str, tokens: Sequence[int]) -> Tensor:
-            return buffers.put(name, torch.tensor(tokens, dtype=torch.long))
-
         self._params, self._vocab_size = params, vocab_size
-        known = [n for n in params.suppressed_tokens if vocab_size is None or n < vocab_size]
-        self._stops = ids("stop tokens", stop_tokens)
-        self._suppressed = ids("suppressed tokens", known)
+        self._stops = buffers.put("stop tokens", torch.tensor(stop_tokens, dtype=torch.long))
 
     def __call__(
         self,
@@ -185,15 +179,13 @@ class Sampler:
         return tokens, sampler_logprobs, behaviour_logprobs
 
     def _adjust(self, logits: Tensor, *, seen: Tensor | None, counts: Tensor) -> Tensor:
-        """Apply the repetition penalty (it commutes with temperature) and bar forbidden tokens."""
+        """Apply the repetition penalty (it commutes with temperature) and bar early stop tokens."""
         params = self._params
         if params.repetition_penalty != 1:
             assert seen is not None, "the engines keep track of it where it is needed"
             penalty = params.repetition_penalty
             penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(seen[:, : logits.shape[-1]], penalized, logits)
-        if params.suppressed_tokens:
-            logits = logits.index_fill(-1, self._suppressed, -torch.inf)
         if params.min_new_tokens and len(self._stops):
             without_stops = logits.index_fill(-1, self._stops, -torch.inf)
             logits = torch.where((counts < params.min_new_tokens)[:, None], without_stops, logits)
