@@ -36,7 +36,7 @@ from torchtune.modules.peft import disable_adapter
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.machine.device import keep_freed_memory
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.reference import AdapterReference
+from torchtune_grpo.training.reference import Reference
 from torchtune_grpo.trajectory import Trajectory
 
 TEMPERATURE = 0.9
@@ -72,7 +72,7 @@ def padded_logprobs(model: TransformerDecoder, part: Trajectory) -> torch.Tensor
 def update_work(way: str, args: Namespace) -> Callable[[], None]:
     """Make a reference pass and a policy's forward and backward over all groups of responses."""
     model = random_policy(SHAPE_S | {"vocab_size": args.vocab}, rank=8).train()
-    loss, reference = GRPOLoss(), AdapterReference(model)
+    loss, reference = GRPOLoss(), Reference(model)
     rows = random_rows(
         vocab=args.vocab,
         groups=PROMPTS,

@@ -64,7 +64,7 @@ from torchtune_grpo.training.memory import choose_passes
 from torchtune_grpo.training.optimizer import PolicyOptimizer, training_bytes
 from torchtune_grpo.training.parts import Parts
 from torchtune_grpo.training.policy import empty_model, load_policy, make_policy, should_shard
-from torchtune_grpo.training.reference import Reference, make_reference
+from torchtune_grpo.training.reference import Reference
 from torchtune_grpo.trajectory import Trajectory
 
 log = utils.get_logger("INFO")
@@ -381,7 +381,7 @@ class Run:
         """
         checkpoint = self._prepare_training()
         policy = self._load_policy()
-        reference = make_reference(policy) if self.loss.needs_reference else None
+        reference = Reference(policy) if self.loss.needs_reference else None
         state = None if checkpoint is None else self.checkpoints.restore(policy, checkpoint)
         engine = self.make_engine(policy)
         self._prepare_passes(policy, reference)
@@ -436,11 +436,6 @@ class Run:
         )
         self._engine = make_engine(context)
         return self._engine
-
-    def check_samples(self, metrics: Mapping[str, float]) -> None:
-        """Raise a ValueError if a step's metrics show that the engine has another policy."""
-        if self._engine is not None:
-            self._engine.check_step(metrics)
 
     def _bytes_to_come(self) -> int:
         """Return the bytes of device memory that training will still take, if there is any."""

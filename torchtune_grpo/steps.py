@@ -91,7 +91,7 @@ class Steps:
         self.done += 1
         run.profiler.step()
         seen = run.recorder.step(self.done, values)
-        run.check_samples(values)
+        self._parts.engine.check_step(values)
         run.sampler.learn(seen["prompt_index"], seen["pass_rate"])
 
     @property

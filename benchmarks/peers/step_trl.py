@@ -42,7 +42,7 @@ from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.training.mini_batches import micro_batches
-from torchtune_grpo.training.reference import AdapterReference
+from torchtune_grpo.training.reference import Reference
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import (  # noqa: E402
@@ -121,7 +121,7 @@ def run_ours(args: argparse.Namespace, way: str) -> dict:
     engine = make_engine(EngineContext(model, RolloutConfig(), torch.device("cpu")))
     params = SamplingParams(max_generated_tokens=args.new_tokens)
     sampling = {"tokenizer": Words(), "group_size": GROUP, "params": params, "prefill": ""}
-    reference, loss = AdapterReference(model), GRPOLoss(kl_coeff=BETA)
+    reference, loss = Reference(model), GRPOLoss(kl_coeff=BETA)
     watch = Stopwatch(warm_up=args.warm_up)
     keep_freed_memory()  # as the recipe does; the watch's trim has taken back what was kept
     for step in range(args.warm_up + args.repeats):

@@ -211,7 +211,7 @@ from torchtune_grpo.checkpoint.resume import whole_on_first_rank
 from torchtune_grpo.cli.entry import parse
 from torchtune_grpo.machine.parallel import rank
 from torchtune_grpo.run import Run
-from torchtune_grpo.training.reference import make_reference
+from torchtune_grpo.training.reference import Reference
 
 def own_bytes(tensors):  # of those that are neither on meta nor pages of the state's file
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -227,9 +227,9 @@ def main(cfg):
     if rank() == 1:
         checkpoints.kind_of = None
     model = run._load_policy()
-    reference = make_reference(model)
+    reference = Reference(model)
     state = run.checkpoints.restore(model, Path(cfg.output_dir) / "step_000001")
-    copied = [*reference._model.parameters()] if hasattr(reference, "_model") else []
+    copied = [*reference._copy.parameters()] if reference._copy is not None else []
     held = [own_bytes(each) for each in ([*model.parameters()], copied, state["optimizer"])]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run._prepare_passes(model, reference)

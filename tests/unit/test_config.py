@@ -134,7 +134,6 @@ NOT_OF_THE_MODEL = [
     ("optimizer.betas=[0.9,1.5]", r"optimizer: could not construct .*betas.*1.5"),
     ("checkpointer.checkpoint_dir=/no/such", "checkpoint_dir=/no/such: .*exist; `tune download"),
     ("checkpointer.checkpoint_files=[no_such]", "checkpointer: could not construct .*no_such"),
-    ("model.lora_rank=257", "model: lora_rank is above the model's width of 256; lower it"),
     ("optimizer=torch.optim.LBFGS", "optimizer._component_=torch.optim.LBFGS: .*a step: .*closure"),
     ("optimizer=torch.optim.SparseAdam", "cannot take a step: .*dense gradients"),
     ("optimizer.fused=false optimizer.capturable=true", "a step: .*capturable.*other arguments"),
@@ -190,7 +189,6 @@ def test_a_component_may_be_its_path_alone():
 WITHOUT_EFFECT = [
     ("objective.correction_cap=3.0", "objective.correction_cap: nothing is capped"),
     ("evaluation.patience=2 evaluation.every_n_steps=null", "patience: .*set evaluation.every_n"),
-    ("dynamic_sampling.reward=format", "dynamic_sampling: .*max_resamples=0"),
     ("loss.dual_clip=3.0 loss.epsilon_low=0.1", "loss.epsilon_low, loss.dual_clip: with"),
     ("objective.sampling_correction=token_mask objective.correction_cap=3.0", None),
     ("loss.dual_clip=3.0 objective.sampling_correction=old_logprobs", None),

@@ -47,7 +47,7 @@ from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.mini_batches import MiniBatch, micro_batches
 from torchtune_grpo.training.optimizer import PolicyOptimizer
-from torchtune_grpo.training.reference import AdapterReference
+from torchtune_grpo.training.reference import Reference
 
 GROUP = 2
 
@@ -98,7 +98,7 @@ def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
     )
     with fake_cuda(), Operations() as count:
         if adapted:
-            ref_logprobs = AdapterReference(model).logprobs(batch.micro_batches, temperature=0.9)
+            ref_logprobs = Reference(model).logprobs(batch.micro_batches, temperature=0.9)
         else:  # a frozen copy does it; fake tensors cannot be copied
             ref_logprobs = trajectory_logprobs(model, batch.micro_batches, temperature=0.9)
         assert ref_logprobs.device == CUDA

@@ -145,10 +145,9 @@ class DynamicSamplingConfig(Keys):
     """Replacement of groups that teach nothing (DAPO)."""
 
     max_resamples: int = Field(default=0, ge=0, le=1000)
-    """Rounds of further prompts, each with one prompt per group still missing; 0 = none."""
-    reward: str | None = None
-    """A group fails if this reward is the same for all its samples; null = the reward of
-    `objective.outcome_gate`, or the weighted sum."""
+    """Rounds of further prompts, each with one prompt per group still missing; 0 = none. A group
+    fails if the reward of `objective.outcome_gate`, or else the weighted sum, is the same for all
+    its samples."""
 
 
 class ObjectiveConfig(Keys):
@@ -448,8 +447,6 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
             "evaluation.stop_at and patience: a run is evaluated only at its start and end; set "
             "evaluation.every_n_steps."
         )
-    if cfg.dynamic_sampling != DynamicSamplingConfig() and cfg.dynamic_sampling.max_resamples == 0:
-        yield "dynamic_sampling: no group is replaced with max_resamples=0; set that above 0."
     if cfg.evaluation.sampling and cfg.evaluation.samples == 0:
         yield "evaluation.sampling: set evaluation.samples above 0."
     if cfg.updates_per_step == 1 and correction != "old_logprobs":

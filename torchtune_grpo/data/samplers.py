@@ -96,8 +96,7 @@ class ShuffledSampler:
         if not self._shuffle:
             return [*range(self._size)]
         generator = torch.Generator().manual_seed(self._seed * _SEEDS + number)
-        order: list[int] = torch.randperm(self._size, generator=generator).tolist()
-        return order
+        return torch.randperm(self._size, generator=generator).tolist()
 
     def learn(self, rows: Sequence[int], pass_rates: Sequence[float | None]) -> None:
         places, resting = [place for place, _ in islice(self._places(), len(rows))], {**self._back}
@@ -191,14 +190,13 @@ class MixedSampler(ShuffledSampler):
         super().load_state_dict({name: own for name, own in state.items() if name != "parts"})
 
 
-def make_sampler(node: DictConfig | None, dataset: PromptData, *, seed: int) -> Any:
+def make_sampler(node: DictConfig | None, dataset: PromptData, *, seed: int) -> Sampler:
     """Make the config's sampler; None shuffles, and mixes the data sets of a ``MixedDataset``."""
     if node is None:
         if isinstance(dataset, MixedDataset):
             return MixedSampler(dataset, seed=seed)
         return ShuffledSampler(dataset, seed=seed)
-    sampler: Sampler = instantiate("sampler", node, dataset, seed=seed)
-    return sampler
+    return instantiate("sampler", node, dataset, seed=seed)
 
 
 def prompts_of_rank(

@@ -74,8 +74,7 @@ def _pickled(key: str, given: object) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", dill.PicklingWarning)
-            pickled: bytes = dill.dumps(given, recurse=True)
-        return pickled
+            return dill.dumps(given, recurse=True)
     except Exception as error:
         raise ConfigError(
             f"{key}: what it uses cannot be handed to another process ({describe(error)}); write "

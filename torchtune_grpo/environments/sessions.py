@@ -80,15 +80,13 @@ class Session:
 
         What is drawn at random until the next one depends on the seed.
         """
-        seen: str | None = self.host.call("reset", row, seed)
-        return seen
+        return self.host.call("reset", row, seed)
 
     def answer(self, turn: Turn) -> Reply:
         return Reply(*self.host.call("answer", turn))
 
     def reward(self) -> float | None:
-        reward: float | None = self.host.call("reward")
-        return reward
+        return self.host.call("reward")
 
 
 class StandIn:

@@ -82,11 +82,14 @@ class Segments:
             groups[-1].append(part)
         counts = self.key_ends.diff()
         return [
-            Batch(group, *self._widths(group), counts=counts[group, None, None]) for group in groups
+            Batch(
+                group,
+                width=max(self.queries[part] for part in group),
+                key_width=max(self.keys[part] for part in group),
+                counts=counts[group, None, None],
+            )
+            for group in groups
         ]
-
-    def _widths(self, parts: list[int]) -> tuple[int, int]:
-        return max(self.queries[i] for i in parts), max(self.keys[i] for i in parts)
 
     @cached_property
     def padded(self) -> tuple[Tensor, Tensor, Tensor]:

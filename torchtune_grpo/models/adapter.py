@@ -27,14 +27,8 @@ def merge_adapter(state: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
 def adapter_names(model: nn.Module) -> set[str]:
     """Return the names of a model's adapter parameters in its state; empty without adapters."""
-    return {_unwrapped(name) for name in get_adapter_params(model)}
-
-
-def adapted_modules(model: nn.Module) -> dict[str, Any]:
-    modules = model.named_modules()
-    return {
-        _unwrapped(name): module for name, module in modules if hasattr(module, "adapter_params")
-    }
+    # Without the part that activation checkpointing inserts
+    return {name.replace("_checkpoint_wrapped_module.", "") for name in get_adapter_params(model)}
 
 
 def save_adapter(
@@ -100,7 +94,7 @@ def _joined(parts: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tens
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
     """Return rank, alpha and kind of a model's adapters: torchtune's builders make all alike."""
-    first = next(iter(adapted_modules(model).values()))
+    first: Any = next(m for m in model.modules() if hasattr(m, "adapter_params"))
     rank, use_dora = first.lora_a.weight.shape[0], hasattr(first, "magnitude")
     alpha = first.scaling * rank if use_dora else first.alpha
     shape = {"lora_rank": rank, "lora_alpha": alpha, "use_dora": use_dora}
@@ -111,8 +105,3 @@ def _modules(names: Mapping[str, object]) -> set[str]:
     """Return the adapted modules, given the names of an adapter's weights."""
     end = ".lora_a.weight"
     return {name.removesuffix(end) for name in names if name.endswith(end)}
-
-
-def _unwrapped(name: str) -> str:
-    """Return a parameter's name without the part that activation checkpointing inserts."""
-    return name.replace("_checkpoint_wrapped_module.", "")

@@ -280,8 +280,7 @@ def _identities(trajectory: Trajectory) -> list[tuple[int, ...]]:
 def _mean_logprobs(trajectory: Trajectory, logprobs: Tensor) -> list[float]:
     """Return the means over each row's trained tokens: [N, L] -> N numbers, NaN if it has none."""
     mask = trajectory.response_mask
-    means: list[float] = (logprobs.where(mask, 0).sum(dim=1) / mask.sum(dim=1)).tolist()
-    return means
+    return (logprobs.where(mask, 0).sum(dim=1) / mask.sum(dim=1)).tolist()
 
 
 def logged_column(value: object) -> object:

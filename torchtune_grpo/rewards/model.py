@@ -54,8 +54,7 @@ class RewardModel:
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"model_dir={self._folder}: has no weights for {missing}")
         dtype = torch.bfloat16 if multiplies_bf16(device) else torch.float32
-        loaded: torch.nn.Module = model.to(device, dtype).eval()
-        return loaded
+        return model.to(device, dtype).eval()
 
     def __call__(
         self,
@@ -84,8 +83,7 @@ class RewardModel:
     def _tokens(self, messages: Messages) -> list[int]:
         thought = [{**m, "content": str(m["content"]).rpartition("</think>")[2]} for m in messages]
         text = self._tokenizer.apply_chat_template(thought, tokenize=False)
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return tokens
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[list[int]]) -> list[float]:
@@ -94,5 +92,4 @@ class RewardModel:
         lengths = torch.tensor([*map(len, rows)])
         mask = length_mask(lengths, ids.shape[1])  # [n, T]
         found = self._model(input_ids=ids.to(device), attention_mask=mask.to(device))
-        scores: list[float] = found.logits[:, 0].float().tolist()
-        return scores
+        return found.logits[:, 0].float().tolist()

@@ -118,5 +118,4 @@ def make_engine(context: EngineContext) -> RolloutEngine:
             f"{_key(settings)}: its samples are not reproducible, so a resumed or repeated run "
             "will differ."
         )
-    engine: RolloutEngine = instantiate("rollout.engine", settings.engine, context)
-    return engine
+    return instantiate("rollout.engine", settings.engine, context)

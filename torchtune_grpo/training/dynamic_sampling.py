@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torchtune_grpo.config.keys import DynamicSamplingConfig, GRPOConfig
+from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.data.dataset import PromptData
 from torchtune_grpo.data.samplers import prompts_of_rank
@@ -21,21 +21,12 @@ from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Trajectory
 
 
-def passes_filter(
-    scores: RewardScores,
-    settings: DynamicSamplingConfig,
-    *,
-    group_size: int,
-    gate: str | None = None,
-) -> Tensor:
+def passes_filter(scores: RewardScores, *, group_size: int, gate: str | None) -> Tensor:
     """Whether each group's rewards differ: [B] bool.
 
-    A row's reward is the one named by ``settings.reward`` or else ``gate``, ignoring NaN, or else
-    the weighted sum.
+    A row's reward is the one named by ``gate``, ignoring NaN, or else the weighted sum.
     """
-    values = scores.total.view(-1, group_size)
-    if (name := settings.reward or gate) is not None:
-        values = scores.of(name).view(-1, group_size)
+    values = (scores.total if gate is None else scores.of(gate)).view(-1, group_size)
     known = (group[~group.isnan()] for group in values)
     passes = [len(group) > 0 and bool((group != group[0]).any()) for group in known]
     return torch.tensor(passes, dtype=torch.bool)
@@ -55,7 +46,7 @@ class Rounds:
         dataset: PromptData,
         next_rows: Callable[..., list[int]],
         *,
-        gate: str | None = None,
+        gate: str | None,
     ) -> None:
         self._gate = gate  # see passes_filter
         self._cfg, self._dataset, self._next_rows = cfg, dataset, next_rows
@@ -77,10 +68,10 @@ class Rounds:
 
     def add(self, trajectory: Trajectory, scores: RewardScores) -> None:
         """Add a round's rows [n*G] and their scores."""
-        size, settings = self._cfg.grpo_samples, self._cfg.dynamic_sampling
+        size = self._cfg.grpo_samples
         kept = torch.ones(self._own, dtype=torch.bool)
-        if settings.max_resamples:
-            kept = passes_filter(scores, settings, group_size=size, gate=self._gate)[: self._own]
+        if self._cfg.dynamic_sampling.max_resamples:
+            kept = passes_filter(scores, group_size=size, gate=self._gate)[: self._own]
         own = torch.arange(self._own * size)
         self._parts.append((trajectory.select(own), scores.select(own), kept))
         self.missing -= sum_over_ranks(int(kept.sum()))

@@ -45,14 +45,6 @@ def _linear_numbers(layer: nn.Module) -> int:
     return sum(map(sum, shapes))
 
 
-def tokens_at_once(cfg: GRPOConfig, *, longest: int) -> int:
-    """Return the most tokens in a pass, if rows have up to ``longest``."""
-    rows = cfg.batch_size * cfg.grpo_samples
-    if isinstance(cfg.forward_batch_size, int):
-        rows = min(rows, cfg.forward_batch_size)
-    return rows * longest
-
-
 def choose_passes(
     cfg: GRPOConfig, model: TransformerDecoder, *, longest: int, free: int | None
 ) -> GRPOConfig:
@@ -64,10 +56,9 @@ def choose_passes(
     """
     rows, recompute = cfg.forward_batch_size, cfg.enable_activation_checkpointing
     most, room = cfg.batch_size * cfg.grpo_samples, 0 if free is None else _SHARE * free
-    least = cfg.replace(forward_batch_size=cfg.grpo_samples) if rows == "auto" else cfg
     if recompute == "auto":
-        tokens = tokens_at_once(least, longest=longest)
-        recompute = pass_bytes(model, tokens=tokens, recompute=False) > room
+        at_once = min(most, cfg.grpo_samples if rows == "auto" else rows or most)
+        recompute = pass_bytes(model, tokens=at_once * longest, recompute=False) > room
     if rows == "auto":
         sizes = range(longest, (most + 1) * longest, longest)  # of a pass of 1 row, 2 rows, ...
         fits = bisect_right(

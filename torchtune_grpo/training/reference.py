@@ -10,46 +10,27 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.peft import disable_adapter, get_adapter_params
 
-from torchtune_grpo.machine.parallel import shard
+from torchtune_grpo.machine import parallel
 from torchtune_grpo.training.logprobs import trajectory_logprobs
 from torchtune_grpo.training.packing import MicroBatch
 
 
-class AdapterReference:
-    """The policy without its adapters: no second copy of the weights."""
+class Reference:
+    """The policy, just loaded, as it stays: without its adapters, or a copy if it has none."""
 
     def __init__(self, policy: TransformerDecoder) -> None:
-        self._policy = policy
+        self._policy, self._copy = policy, None
+        if not get_adapter_params(policy):
+            self._copy = copy.deepcopy(policy).requires_grad_(False).eval()
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
         """Log-probs [N, L]; see ``trajectory_logprobs``."""
+        if self._copy is not None:
+            return trajectory_logprobs(self._copy, micro_batches, temperature=temperature)
         with disable_adapter(self._policy):
             return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
 
     def shard(self, *, device: torch.device) -> None:
-        """Do nothing: the policy is sharded by itself."""
-
-
-class FrozenReference:
-    """A frozen copy of a policy whose weights are all trained."""
-
-    def __init__(self, model: TransformerDecoder) -> None:
-        self._model = model.requires_grad_(False).eval()
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
-        """Log-probs [N, L]; see ``trajectory_logprobs``."""
-        return trajectory_logprobs(self._model, micro_batches, temperature=temperature)
-
-    def shard(self, *, device: torch.device) -> None:
-        """Shard the model; see ``torchtune_grpo.machine.parallel.shard``."""
-        shard(self._model, device=device)
-
-
-Reference = AdapterReference | FrozenReference
-
-
-def make_reference(policy: TransformerDecoder) -> Reference:
-    """Pick the cheapest exact reference for a policy that was just loaded."""
-    if get_adapter_params(policy):
-        return AdapterReference(policy)
-    return FrozenReference(copy.deepcopy(policy))
+        """Shard the copy, if there is one; see ``torchtune_grpo.machine.parallel.shard``."""
+        if self._copy is not None:
+            parallel.shard(self._copy, device=device)
