@@ -32,6 +32,8 @@ from torchtune_grpo.run import Run
 log = utils.get_logger("INFO")
 RLDATASET = "torchtune_grpo.data.RLDataset"
 DEFAULT = "hf_lora_grpo"
+_PUSH = " `torchtune-grpo push OUTPUT_DIR NAME` uploads a checkpoint."
+_ELSEWHERE = dict.fromkeys(("push", "push_to_hub"), _PUSH)  # attribute -> where that is
 _ROWS = {"dataset": "data", "eval_dataset": "eval_data"}  # key -> argument for its rows
 
 
@@ -116,9 +118,8 @@ class GRPO:
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        hint = suggest(name, [each for each in dir(GRPO) if not each.startswith("_")])
-        if "push" in name:
-            hint = " `torchtune-grpo push OUTPUT_DIR NAME` uploads a checkpoint."
+        known = [each for each in dir(GRPO) if not each.startswith("_")]
+        hint = _ELSEWHERE.get(name) or suggest(name, known)
         raise AttributeError(f"GRPO has no {name!r}.{hint}")
 
     def _set_key(self, name: str, value: Any) -> None:
@@ -360,7 +361,7 @@ class GRPO:
 
     def _check_has_data(self) -> None:
         if self._only_answers:
-            raise ValueError(f"model_dir={self.config.model_dir}: there are no data; give data.")
+            raise ValueError(f"model_dir={self.config.model_dir}: to train it, give data.")
 
     def _set_up(self) -> GRPOFullFinetuneRecipe:
         if not self._is_open:

@@ -182,20 +182,21 @@ class Run:
         rows = {"rows": self._objects[key]} if key in self._objects else {}
         return instantiate(key, node, tokenizer, **rows)
 
-    def check_dataset(self, dataset: PromptData, key: str, *, has_model: bool = True) -> None:
+    def check_dataset(self, dataset: PromptData, key: str) -> None:
         """Check that rewards can score answers to its rows, and that its prompts fit the model."""
+        self._check_rows(dataset, key)
+        dataset.check(partial(self._check_prompts, key), where=key)
+
+    def _check_rows(self, dataset: PromptData, key: str) -> None:
         if self.environment_kinds:
             dataset.check(self._check_kinds, where=key)
         self.rewards.check_data(dataset, key=key)
-        if has_model:
-            dataset.check(partial(self._check_prompts, key), where=key)
 
     def _check_rows_alone(self, key: str) -> None:
         """Read rows and columns while the model is not there, with a tokenizer that always is."""
         if (node := getattr(self.cfg, key)) is not None:
             node = DictConfig({k: v for k, v in node.items() if k != "max_prompt_tokens"})
-            dataset = self._read_rows(key, node, HFTokenizer(str(SHIPPED)))
-            self.check_dataset(dataset, key, has_model=False)
+            self._check_rows(self._read_rows(key, node, HFTokenizer(str(SHIPPED))), key)
 
     def _check_kinds(self, items: Sequence[Item]) -> dict[int, str | None]:
         kinds = self.environment_kinds

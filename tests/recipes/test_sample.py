@@ -112,6 +112,6 @@ def test_a_checkpoint_is_asked_as_in_training(tmp_path):
     (tmp_path / "mine.py").write_text(FROM_PYTHON)
     answer, refused = run("mine.py", cwd=tmp_path).out.split("\n--\n")
     assert said.endswith(f" tokens, cut off\n{answer}\n")
-    assert refused == "model_dir=out/step_000001: there are no data; give data.\n" * 2
+    assert refused == "model_dir=out/step_000001: to train it, give data.\n" * 2
     of_run = run(*ask, "out", *of, "dataset.prefill=So", cwd=tmp_path).out
     assert re.search(r"tokens.*\nSo", of_run) and "out/step_000001" in of_run

@@ -198,7 +198,7 @@ def _drop_arguments(node: DictConfig, change: str) -> None:
     from torchtune_grpo.config.keys import ENGINES
 
     name = node._component_
-    accepted = parameters(name if "." in name else f"{ENGINES}.{name}")
+    accepted = parameters(f"{ENGINES}.{name}" if name.isidentifier() else name)
     if not accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         return
     dropped = sorted(node.keys() - accepted.keys() - {"_component_"})

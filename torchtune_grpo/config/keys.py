@@ -47,7 +47,7 @@ def _engine(value: Any) -> Any:
     """Read an engine's node, which may be a name alone, or arguments of the default engine."""
     node = value if isinstance(value, Mapping) else {"_component_": value}
     name = node.get("_component_", RolloutConfig.model_fields["engine"].default)
-    if isinstance(name, str) and name and "." not in name:
+    if isinstance(name, str) and name.isidentifier():
         name = f"{ENGINES}.{name}"
     return _component({**node, "_component_": name})
 

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from torch import nn
 from torchtune import utils
 from torchtune.modules import TransformerDecoder
+from torchtune.modules.peft import get_adapter_params
 
 from torchtune_grpo.config.keys import GRPOConfig
 
@@ -40,8 +41,8 @@ def pass_bytes(model: TransformerDecoder, *, tokens: int, recompute: bool) -> in
 
 def _linear_numbers(layer: nn.Module) -> int:
     """Count what a layer's linear modules read and write of a token; of all experts at once."""
-    parameters = layer.named_parameters()
-    shapes = [p.shape[-2:] for name, p in parameters if p.dim() > 1 and "lora_" not in name]
+    adapters = {id(parameter) for parameter in get_adapter_params(layer).values()}
+    shapes = [p.shape[-2:] for p in layer.parameters() if p.dim() > 1 and id(p) not in adapters]
     return sum(map(sum, shapes))
 
 
