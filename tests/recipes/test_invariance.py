@@ -177,7 +177,7 @@ def test_weights_do_not_depend_on_how_the_step_is_cut(train):
             assert_logged_alike(result, base)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-    assert len(cuts) >= 5  # they really were cut differently
+    assert len(cuts) >= 4  # they really were cut differently
 
 
 @pytest.mark.slow

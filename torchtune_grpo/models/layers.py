@@ -170,7 +170,8 @@ class UniformAttention(MultiHeadAttention):
 
     torchtune 0.6.1 rotates queries and keys before it normalizes them, which is another function:
     the norms' weights differ within the pairs that are rotated. (Yang et al. 2025, Qwen3,
-    arXiv:2505.09388.) With segments, keys and values are not repeated for each head.
+    arXiv:2505.09388.) With segments, keys and values are not repeated for each head. There is no
+    cache: the rollout has its own.
     """
 
     window: int | None = None  # how many tokens one attends to, itself included; None: all
@@ -200,26 +201,14 @@ class UniformAttention(MultiHeadAttention):
             h = segment_attention(q, k, v, mask, window=self.window, dropout=dropout)
             return self.output_proj(h.flatten(1)[None])
         q, k, v = (h.transpose(1, 2) for h in (q, k, v))
-        at = None
-        if self.kv_cache is not None and self.cache_enabled:
-            k, v = self.kv_cache.update(k, v)
-            at = input_pos
-        window = self.window
-        if window is not None and k.shape[2] > window:
-            key = torch.arange(k.shape[2], device=k.device)
-            behind = (key[None] if at is None else at)[..., None] - key  # [b, s, T]
-            seen = (behind >= 0) & (behind < window)
-            mask = seen if mask is None else mask & seen
+        if self.window is not None and mask is None and k.shape[2] > self.window:
+            token = torch.arange(k.shape[2], device=k.device)
+            behind = (token[:, None] - token)[None]  # [1, s, s]
+            mask = (behind >= 0) & (behind < self.window)
         if (group := self.num_heads // self.num_kv_heads) > 1:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        out = self._attention_call(
-            q,
-            k,
-            v,
-            mask=mask,
-            dropout_p=dropout,
-            is_causal=self.kv_cache is None and mask is None and self.is_causal,
-        )  # [b, heads, s, hd]
+        is_causal = mask is None and self.is_causal
+        out = self._attention_call(q, k, v, mask=mask, dropout_p=dropout, is_causal=is_causal)
         return self.output_proj(out.transpose(1, 2).flatten(2))
 
 
