@@ -200,8 +200,9 @@ class UniformAttention(MultiHeadAttention):
             q, k, v = (h.squeeze(0) for h in (q, k, v))
             h = segment_attention(q, k, v, mask, window=self.window, dropout=dropout)
             return self.output_proj(h.flatten(1)[None])
+        assert mask is None, "rows are causal, or packed as segments"
         q, k, v = (h.transpose(1, 2) for h in (q, k, v))
-        if self.window is not None and mask is None and k.shape[2] > self.window:
+        if self.window is not None and k.shape[2] > self.window:
             token = torch.arange(k.shape[2], device=k.device)
             behind = (token[:, None] - token)[None]  # [1, s, s]
             mask = (behind >= 0) & (behind < self.window)
@@ -233,7 +234,7 @@ def segment_attention(
 
 
 def attend_in_segments(model: TransformerDecoder) -> None:
-    """Let the model's attention take ``Segments`` as a mask; other masks work as before.
+    """Let the model's attention take ``Segments`` as a mask.
 
     Other classes are refused: torchtune's for Gemma 2, say, counts packed positions in its window.
     """
