@@ -21,7 +21,6 @@ from torchtune.modules import TransformerDecoder
 from torchtune_grpo.advantages import OutcomeGate
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints, check_state
 from torchtune_grpo.checkpoint.folder import claim_output_dir, set_aside_previous_run
-from torchtune_grpo.checkpoint.push import check_login
 from torchtune_grpo.checkpoint.resume import restore_optimizer
 from torchtune_grpo.config.check import check_imports, instantiate, read_config
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
@@ -352,8 +351,6 @@ class Run:
         Returns the checkpoint to resume from, if any.
         """
         _ = self.device, self.loss, self.outcome_gate
-        if self.cfg.saving.push_to_hub is not None:
-            check_login(f"saving.push_to_hub={self.cfg.saving.push_to_hub}")
         parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
         with only_warnings():
             training.set_seed(seed=self.cfg.seed)

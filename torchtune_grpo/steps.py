@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torchtune import utils
 
-from torchtune_grpo.checkpoint.push import push
 from torchtune_grpo.checkpoint.resume import optimizer_state
-from torchtune_grpo.config.text import describe
 from torchtune_grpo.evaluation.statistics import best_step, should_stop
 from torchtune_grpo.machine import interrupt, parallel
 from torchtune_grpo.machine.device import seed_step
@@ -66,18 +63,6 @@ class Steps:
                 yield
             except torch.OutOfMemoryError as error:
                 raise ValueError(f"{error} {_SAVE_MEMORY}") from error
-        if self.is_over and (name := self._cfg.saving.push_to_hub) is not None:
-            parallel.on_first_rank(self._push, name)
-
-    def _push(self, name: str) -> None:
-        folder = Path(self._cfg.output_dir)
-        try:
-            push(folder, name)
-        except Exception as error:  # of the network, say; the model is on the disk
-            log.warning(
-                f"saving.push_to_hub={name}: {describe(error)}. To try again: "
-                f"torchtune-grpo push {folder} {name}"
-            )
 
     def __iter__(self) -> Iterator[StepMetrics]:
         while not self.is_over:

@@ -29,7 +29,8 @@ def push(run: Path, name: str, *, checkpoint: str | None = None, private: bool =
     Left out are the optimizer's state, the config, completions and logs, and local paths. Raises a
     ValueError if there is no such checkpoint, or if the hub does not accept it.
     """
-    check_login(name)
+    if get_token() is None:
+        raise ValueError(f"{name}: run `hf auth login`, or set HF_TOKEN.")
     there = ", ".join(path.name for path in files.all_checkpoints(run))
     if not there:
         raise ValueError(f"{run}: has no checkpoint; name a run's output_dir.")
@@ -67,12 +68,6 @@ def push(run: Path, name: str, *, checkpoint: str | None = None, private: bool =
         raise ValueError(f"{name}: the hub did not accept it: {describe(error)}") from error
     log.info(f"Pushed {folder} to {name}: {done.commit_url}")
     return str(done.commit_url)
-
-
-def check_login(name: str) -> None:
-    """Raise a ValueError if this process could not write to the hub."""
-    if get_token() is None:
-        raise ValueError(f"{name}: run `hf auth login`, or set HF_TOKEN.")
 
 
 def main() -> None:

@@ -206,8 +206,6 @@ class SavingConfig(Keys):
     """Delete older checkpoints; null = keep all."""
     adapter_weights_only: bool = False
     """Leave out the merged weights."""
-    push_to_hub: Text | None = None
-    """Private repository on the hub for the best checkpoint or else the last, once a run ends."""
 
 
 class EnvironmentConfig(Keys):
