@@ -121,9 +121,7 @@ class Steps:
     def _decide_by_evaluations(self) -> None:
         """Keep the best checkpoint and end the run, as the evaluations so far say."""
         keys, evaluations = self._cfg.evaluation, self._run.recorder.evaluations
-        reason = should_stop(
-            evaluations, metric=keys.keep_best, stop_at=keys.stop_at, patience=keys.patience
-        )
+        reason = should_stop(evaluations, metric=keys.keep_best, stop_at=keys.stop_at)
         if reason is not None:
             utils.log_rank_zero(log, reason)
         self._is_stopped = reason is not None

@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> Run:
     if cfg.get("eval_dataset") and "_component_" not in cfg.eval_dataset:  # only changes, then
         cfg.eval_dataset = OmegaConf.merge(cfg.dataset, cfg.eval_dataset)
     evaluation = cfg.setdefault("evaluation", {})
-    evaluation.keep_best = evaluation.stop_at = evaluation.patience = None  # for training
+    evaluation.keep_best = evaluation.stop_at = None  # for training
     if args.samples is not None:
         evaluation.samples = args.samples
     run = Run(cfg)

@@ -193,8 +193,6 @@ class EvaluationConfig(Keys):
     """Evaluation metric, such as eval/pass@1, whose best checkpoint is kept beside the last."""
     stop_at: Share | None = None
     """End the run when an evaluation reaches this value (of keep_best, or else eval/accuracy)."""
-    patience: PositiveInt | None = None
-    """End the run after this many evaluations in a row without a new best."""
 
 
 class SavingConfig(Keys):
@@ -405,7 +403,7 @@ def contradictions(cfg: GRPOConfig) -> Iterator[str]:
             f"environment.max_response_tokens={tokens}: below max_generated_tokens="
             f"{cfg.max_generated_tokens}; give at least that."
         )
-    for name in ("keep_best", "stop_at", "patience"):
+    for name in ("keep_best", "stop_at"):
         value = getattr(cfg.evaluation, name)
         if value is not None and cfg.eval_dataset is None:
             yield f"evaluation.{name}={value}: needs held-out prompts; set eval_dataset."
@@ -439,10 +437,9 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
     correction = cfg.objective.sampling_correction
     if correction in (None, "old_logprobs") and cfg.objective.correction_cap != 2.0:
         yield "objective.correction_cap: nothing is capped; set sampling_correction."
-    goals = (cfg.evaluation.stop_at, cfg.evaluation.patience)
-    if cfg.evaluation.every_n_steps is None and goals != (None, None):
+    if cfg.evaluation.every_n_steps is None and cfg.evaluation.stop_at is not None:
         yield (
-            "evaluation.stop_at and patience: a run is evaluated only at its start and end; set "
+            "evaluation.stop_at: a run is evaluated only at its start and end; set "
             "evaluation.every_n_steps."
         )
     if cfg.evaluation.sampling and cfg.evaluation.samples == 0:

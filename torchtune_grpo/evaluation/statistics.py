@@ -308,33 +308,19 @@ def best_step(evaluations: Sequence[Mapping[str, object]], metric: str | None) -
 
 
 def should_stop(
-    evaluations: Sequence[Mapping[str, object]],
-    *,
-    metric: str | None,
-    stop_at: float | None,
-    patience: int | None,
+    evaluations: Sequence[Mapping[str, object]], *, metric: str | None, stop_at: float | None
 ) -> str | None:
     """Say why a run ends with its newest evaluation, and the key to change; None = it goes on.
 
-    Without a metric, the accuracy decides. A run ends if the newest evaluation reaches ``stop_at``,
-    or if ``patience`` evaluations in a row are not above the best before them. The evaluation at
-    step 0 counts as one to beat, but no run ends with it.
+    It ends if that reaches ``stop_at``, by the accuracy if there is no metric. No run ends with the
+    evaluation at step 0.
     """
     metric = metric or ACCURACY
-    found = _values(evaluations, metric)
-    if not found or found[-1][0] == 0:
+    step, newest = next(reversed(_values(evaluations, metric)), (0, 0.0))
+    if step == 0 or stop_at is None or newest < stop_at:
         return None
-    (step, newest), (step_of_best, best) = found[-1], max(found, key=lambda each: each[1])
-    if stop_at is not None and newest >= stop_at:
-        reached = f"has reached evaluation.stop_at={stop_at}"
-        return f"Ends after step {step}: {metric} is {newest:.3f}, and {reached}."
-    waited = len(found) - 1 - found.index((step_of_best, best))
-    if patience is not None and waited >= patience:
-        return (
-            f"Ends after step {step}: the last {waited} evaluations were not above the {metric} "
-            f"of {best:.3f} after step {step_of_best}, and evaluation.patience={patience}."
-        )
-    return None
+    reached = f"has reached evaluation.stop_at={stop_at}"
+    return f"Ends after step {step}: {metric} is {newest:.3f}, and {reached}."
 
 
 def _values(

@@ -86,9 +86,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
 def _state(run: RunRecord) -> str:
     """Return the state of a run that has not done all its steps."""
     keys = run.config.get("evaluation", {})
-    goals = {key: keys.get(key) for key in ("stop_at", "patience")}
-    reason = should_stop(run.evaluations, metric=keys.get("keep_best"), **goals)
-    if reason:
+    metric, stop_at = keys.get("keep_best"), keys.get("stop_at")
+    if reason := should_stop(run.evaluations, metric=metric, stop_at=stop_at):
         return reason
     when = datetime.fromtimestamp((run.folder / RUN_FILE).stat().st_mtime, UTC)
     return f"running or interrupted; last record {when:%Y-%m-%d %H:%M} UTC"
