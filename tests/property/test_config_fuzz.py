@@ -66,7 +66,6 @@ word: dataset.prompt_column
 word?: deciding_reward objective.sampling_correction
 text?: dataset.prefill dataset.system_prompt
 path: output_dir checkpointer.checkpoint_dir tokenizer.path dataset.split dataset.source
-path?: adapter_dir
 node: tokenizer checkpointer model dataset loss optimizer metric_logger
 node?: prepare lr_scheduler eval_dataset profiler
 keys: sampling rollout distributed objective evaluation saving
