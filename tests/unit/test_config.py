@@ -233,8 +233,13 @@ def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
     problem, *_ = mistakes(f"model_dir={empty}")
     assert problem.startswith(f"model_dir={empty}: {empty}/config.json does not exist; `tune d")
     (empty / "small.gguf").touch()
-    problem, *_ = mistakes(f"model_dir={empty}")
-    assert problem.startswith(f"model_dir={empty}: {empty}/config.json does not exist; docs/model")
+    problem, *_ = mistakes(f"model_dir={empty}/small.gguf")
+    assert problem.endswith(
+        f"small.gguf/config.json does not exist; give {empty}, the folder of the GGUF."
+    )
+    assert Run(load_config("hf_lora_grpo", ["device=cpu", f"model_dir={empty}"])).check()[1] == [
+        f"model_dir={empty}: its GGUF is converted when a run starts, and not checked yet."
+    ]
     (empty / "config.json").write_text('{"model_type": "no_such_type"}')
     (empty / "model.safetensors").touch()
     problem, *_ = mistakes(f"model_dir={empty}")

@@ -16,6 +16,7 @@ from torchtune_grpo.config.command_line import do_without_data, extend_import_pa
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, shortened, to_json, visible
 from torchtune_grpo.machine import parallel
+from torchtune_grpo.models.gguf import awaits_conversion
 from torchtune_grpo.run import Run
 
 CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
@@ -124,7 +125,7 @@ def sample() -> None:
         if "=" not in text and not text.startswith("~"):
             raise ValueError(f"{text}: not key=value; for a prompt, write --prompt {text!r}.")
     folder = Path(args.run)
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or awaits_conversion(folder):
         # New adapters change nothing. There is no run, so output_dir need not exist.
         model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
         card = ModelCard.found(folder)  # of a checkpoint, which is asked as in training

@@ -227,6 +227,10 @@ def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
             f"model_dir={model_dir}: transformers cannot build a causal model from its config.json"
             f": {shortened(describe(error), 300)}."
         ) from error
+    for module in model.modules():
+        # Nemotron H and Zamba 2 bound time steps otherwise than their configs, but in one token.
+        if limit := hasattr(module, "time_step_limit") and getattr(text, "time_step_limit", None):
+            module.time_step_limit = tuple(limit)
     exact = model._get_dtype_plan(dtype)
     for name, parameter in model.named_parameters():
         if any(part in name.split(".") for part in exact):

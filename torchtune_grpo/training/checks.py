@@ -58,8 +58,8 @@ def _check_files(cfg: GRPOConfig) -> None:
     key = "model_dir" if node.checkpoint_dir == cfg.model_dir else "checkpointer.checkpoint_dir"
     folder = Path(node.checkpoint_dir)
     download = f"`tune download <model> --output-dir {folder}` fetches a model from the hub"
-    if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
-        download = "docs/models.md shows how to make such a folder of a GGUF"
+    if folder.suffix == ".gguf":
+        download = f"give {folder.parent}, the folder of the GGUF"
     for path in (folder, folder / "config.json"):
         if not path.exists():
             raise ValueError(f"{key}={folder}: {path} does not exist; {download}.")
