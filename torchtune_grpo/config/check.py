@@ -324,7 +324,7 @@ def _misfits(
             continue
         if parameter is None or parameter.kind is parameter.VAR_KEYWORD:
             known = [*accepted, *beside]
-            hint = suggest(argument, known, cutoff=0.85 if is_open else 0.6)
+            hint = suggest(str(argument), known, cutoff=0.85 if is_open else 0.6)
             hint = hint.replace("mean ", f"mean {name}.")
             foreign = aliases.meaning(key, ends=True)
             if foreign and (not hint or f"mean {name}." in foreign):
