@@ -1,5 +1,6 @@
 """Each finding begins at its threshold and not below, once, and ends once."""
 
+import json
 import tomllib
 from collections.abc import Iterable
 from functools import cache
@@ -457,7 +458,12 @@ def test_groups_of_equal_texts_are_told_by_the_temperature(level):
     assert found["name"] in ("all_right", "all_wrong")
 
 
-def test_every_finding_is_described():
-    """Each is also provoked, in test_provoked_findings."""
-    described = tomllib.loads((Path(__file__).parents[2] / "docs/findings.toml").read_text())
+def test_every_finding_is_described_and_read_from_what_runs_record():
+    """Those of environments and tools are provoked in test_provoked_findings.py."""
+    root = Path(__file__).parents[2]
+    described = tomllib.loads((root / "docs/findings.toml").read_text())
     assert {*described} == {*BEGINS_AFTER}
+    runs = json.loads((root / "tests/golden/golden.json").read_text()).values()
+    recorded = {name for run in runs for step in run["metrics"] for name in step}
+    read = {name for name in HEALTHY if "time" not in name}  # which golden runs leave out
+    assert {name.replace("correctness", "vowels") for name in read} <= recorded
