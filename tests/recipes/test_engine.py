@@ -58,11 +58,6 @@ class MyVLLM(VLLMEngine):
     pass
 
 
-class Roomy(VLLMEngine):
-    def __init__(self, context, *, max_model_len):
-        super().__init__(context, max_model_len=max_model_len)
-
-
 def silent(context):
     return context
 """
@@ -164,16 +159,3 @@ def test_an_engines_arguments_can_be_set_whatever_the_config_says(before, tmp_pa
     assert type(engine).__name__ == "NativeEngine" and engine._settings.max_rows == 3
     assert rollout.engine.cuda_graphs == "never"
     assert read_config(cfg).replace().rollout == rollout  # read again, it is the same
-
-
-def test_another_engine_keeps_the_arguments_that_it_takes(own, tmp_path, caplog):
-    """On the command line; in a file on top of another it keeps none, as everywhere."""
-    node = "{_component_: vllm, max_model_len: 64, memory_share: 0.2}"
-    (tmp_path / "base.yaml").write_text(f"base_config: {TINY}\nrollout: {{engine: {node}}}")
-    cfg = load_config(str(tmp_path / "base.yaml"), ["rollout.engine=my_engine.Roomy"])
-    assert cfg.rollout.engine == {"_component_": "my_engine.Roomy", "max_model_len": 64}
-    assert "rollout.engine=my_engine.Roomy: does not take memory_share" in caplog.text
-    top = "rollout: {engine: {_component_: my_engine.MyVLLM, max_model_len: 9}}"
-    (tmp_path / "top.yaml").write_text(f"base_config: base.yaml\n{top}")
-    found = load_config(str(tmp_path / "top.yaml")).rollout.engine
-    assert found == {"_component_": "my_engine.MyVLLM", "max_model_len": 9}

@@ -21,9 +21,7 @@ evaluation.every_n_steps=2 output_dir=out model=torchtune_grpo.models.lora_hf_mo
 num_minibatches=2 sampler._component_=moments.Sampler
 model.lora_dropout=0.5 loss._component_=moments.Loss
 """.split()
-REWARDS = "{_component_: moments.reward}, {_component_: moments.judge}, "
-REWARDS += "{_component_: apart.isolated, isolation: process, timeout: 99}"
-QUICK.append(f"rewards=[{REWARDS}]")
+QUICK.append("rewards=[{_component_: moments.reward}, {_component_: moments.judge}]")
 ONE, TWO = ["batch_size=4"], ["batch_size=2", "distributed.sharding=always"]
 RESUME = "resume_from_checkpoint=True"
 
@@ -82,9 +80,6 @@ def reward(prompts, completions, **columns):
     if is_at("hang"):
         send(after=0.5)
         time.sleep(999)
-    if is_at("isolated"):
-        open("isolated", "w").close()
-        send(after=1.0)
     return [len(set(c)) + x for c, x in zip(completions, noise.tolist())]
 
 async def judge(prompts, completions, **columns):
@@ -100,23 +95,10 @@ def audit(event, arguments):
 sys.addaudithook(audit)
 """
 
-# A file of its own, because its process would take seconds to import torch.
-APART = """
-import os, time
-
-def isolated(prompts, completions, **columns):
-    if os.path.exists("isolated"):
-        with open("isolated", "a") as file:
-            print(os.getpid(), file=file)
-        time.sleep(999)
-    return [0.0] * len(completions)
-"""
-
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "moments.py").write_text(MOMENTS)
-    (tmp_path / "apart.py").write_text(APART)
     return tmp_path
 
 
@@ -158,7 +140,7 @@ def test_a_run_that_is_interrupted_anywhere_resumes_to_the_same_end(folder):
         ("rollout:3:SIGHUP", 129, 1),  # of step 2
         ("hang:3:SIGTERM", 143, 2),  # step 3, a reward that never returns
         ("update:2:SIGTERM", 143, 3),  # step 3, the first of two epochs (call 1 is a trial)
-        ("isolated:2:SIGINT", 130, 4),  # the evaluation behind step 4
+        ("rollout:2:SIGINT", 130, 4),  # of the evaluation behind step 4
     ):
         resume = [RESUME] if steps(out) else []
         done = run(folder, *resume, moment=moment)
@@ -166,9 +148,6 @@ def test_a_run_that_is_interrupted_anywhere_resumes_to_the_same_end(folder):
         again = "The same command goes on" if resume else "Set resume_from_checkpoint=auto to go on"
         assert f"after step {step}. {again} from there." in said(done)
         assert not (out / ".incomplete").exists()
-    workers = [int(line) for line in (folder / "isolated").read_text().split()]
-    assert workers and not any(map(is_alive, workers))
-    (folder / "isolated").unlink()
     done = run(folder, RESUME, moment="save:1:SIGTERM")  # of the last step: all is done
     assert done.code == 0 and steps(out) == [1, 2, 3, 4, 5]
     check_same(out, folder / "whole")

@@ -53,7 +53,6 @@ def test_a_run_that_learns(tmp_path):
 @pytest.mark.parametrize(
     ("key", "code", "said", "change"),
     [
-        ("max_generated_tokens=4", 4, "cut off 100% of the responses", "max_generated_tokens=8"),
         ("optimizer.lr=0.05", 4, "moves the policy by", "optimizer.lr=0.001667"),
         ("optimizer.lr=5e-8", 4, "hardly move the policy", "optimizer.lr=1e-05"),
         (
@@ -63,7 +62,6 @@ def test_a_run_that_learns(tmp_path):
             None,
         ),
         ("temperature=0.01", 3, "all texts are the same", "temperature=1"),
-        ("rewards.0._component_=mine.half", 4, "correctness was 0.5 for every answer", None),
         ("rewards.0._component_=mine.none", 4, "correctness was None for every answer", None),
         ("rewards.1._component_=mine.loud", 3, "of the rewards' spread", "rewards.1.weight=0.01"),
         ("rewards.0._component_=mine.solved rewards.1.weight=0", 4, "Take harder prompts", None),
@@ -72,7 +70,6 @@ def test_a_run_that_learns(tmp_path):
 def test_what_is_wrong_with_a_run(tmp_path, key, code, said, change):
     (tmp_path / "mine.py").write_text(
         "def none(completions, **c): return [None] * len(completions)\n"
-        "def half(completions, **c): return [0.5] * len(completions)\n"
         "def off(completions, answer, **c): return [0.0] * len(completions)\n"
         "off.decides, off.answer_of = True, lambda text: '7'\n"
         "def solved(completions, **c): return [1.0] * len(completions)\n"

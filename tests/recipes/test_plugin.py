@@ -6,7 +6,6 @@ The commands run in processes of their own, from an unrelated folder, and need t
 
 from __future__ import annotations
 
-import filecmp
 import logging
 import re
 import shutil
@@ -47,16 +46,6 @@ def test_ls_lists_the_recipes_with_every_config(tmp_path: Path, tune_ls: str) ->
     for recipe in RECIPES:
         assert listed(tune_ls)[recipe] == CONFIGS
     assert run("-m", "torchtune_grpo", "ls", cwd=tmp_path).out == tune_ls  # nothing twice
-
-
-def test_cp_copies_the_one_recipe_under_either_name_and_a_config(tmp_path: Path) -> None:
-    for name, to, copy, original in (
-        (RECIPE, ".", "grpo_full_finetune.py", "grpo_full_finetune.py"),
-        (DISTRIBUTED, "my_grpo.py", "my_grpo.py", "grpo_full_finetune.py"),
-        (CONFIG, "copied.yaml", "copied.yaml", f"configs/{CONFIG}.yaml"),
-    ):
-        run(TUNE, "cp", name, to, cwd=tmp_path)
-        assert filecmp.cmp(tmp_path / copy, REPO / "recipes" / original, shallow=False)
 
 
 def test_the_single_device_recipe_is_not_for_torchrun(tmp_path: Path) -> None:

@@ -340,26 +340,9 @@ def test_two_tools_of_one_name_are_refused():
         ConfigError, match=r"tools\[1\]=hosted.meet: another tool is called meet, too"
     ):
         make_kinds(EnvironmentConfig(), ["hosted.meet", "hosted.meet"])
-    add = type("add", (), {})  # noqa: F841
     with pytest.raises(ConfigError, match="and a method of hosted.Scored are both called add"):
-        make_kinds(
-            EnvironmentConfig(_component_="hosted.Scored"),
-            ["operator.add"],
-            {"tools.0": hosted_add},
-        )
-
-
-def hosted_add(more: int) -> int:
-    """
-    Adds.
-
-    Args:
-        more: How much.
-    """
-    return more
-
-
-hosted_add.__name__ = "add"
+        settings = EnvironmentConfig(_component_="hosted.Scored")
+        make_kinds(settings, ["hosted.Scored.add"], {"tools.0": hosted.Scored().add})
 
 
 # --- The end ---------------------------------------------------------------------------------
