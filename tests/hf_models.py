@@ -50,19 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_untied": ("qwen2", dict()),
     "qwen3": ("qwen3", dict(tie_word_embeddings=True, head_dim=16)),
     "qwen3_untied": ("qwen3", dict(head_dim=24, attention_bias=True)),
-    "qwen3_yarn": (
-        "qwen3",
-        dict(
-            head_dim=16,
-            rope_parameters=_YARN_ROPE,
-        ),
-    ),
+    "qwen3_yarn": ("qwen3", dict(head_dim=16, rope_parameters=_YARN_ROPE)),
     "smollm3": ("smollm3", dict(no_rope_layers=[1, 0], tie_word_embeddings=True)),
     "olmo2": ("olmo2", dict()),
-    "olmo3": (
-        "olmo3",
-        dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
-    ),
+    "olmo3": ("olmo3", dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
     "granite": (
         "granite",
         dict(
@@ -79,10 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ministral3": (
         "ministral3",
-        dict(
-            head_dim=16,
-            rope_parameters=_YARN_ROPE | dict(llama_4_scaling_beta=0.1),
-        ),
+        dict(head_dim=16, rope_parameters=_YARN_ROPE | dict(llama_4_scaling_beta=0.1)),
     ),
     "phi3": ("phi3", dict(sliding_window=8)),
     "phi3_longrope": (

@@ -111,7 +111,7 @@ VARIANTS = {
     },
     FULL: {
         # ranks get different numbers of tokens, and have to agree on the number of passes
-        "sharded": ["enable_activation_checkpointing=true", "forward_batch_size=3"],
+        "sharded": ["enable_activation_checkpointing=true", "forward_batch_size=3"]
     },
     QLORA: {"sharded": ["distributed.sharding=always"]},
 }

@@ -66,11 +66,7 @@ BAD = [
     ("forward_token_budget=2000", "forward_token_budget=2000", "forward_batch_size (auto"),
     ("num_minibatches=3", "num_minibatches=3", "give a divisor"),
     ("output_dir=/tmp/Llama-3.2-1B-Instruct", "output_dir=", "another folder"),
-    (
-        "output_dir=o checkpointer.checkpoint_dir=o/step_2",
-        "checkpoint_dir=o/step_2",
-        "another out",
-    ),
+    ("output_dir=o checkpointer.checkpoint_dir=o/step_2", "checkpoint_dir=o/step_2", "another out"),
     ("adapter_dir=sft", "adapter_dir=sft: unknown", "merge the adapter into its base"),
     ("optimizer=torch.optim.AdamX", "optimizer._component_=torch.optim.AdamX", "torch.optim.Ada"),
     ("optimizer=AdamW", "AdamW: not an import path", "mean torch.optim.AdamW?"),

@@ -2,8 +2,10 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
+import rollouts
 import torch
 from checkpoints import saving_config
 from hf_models import BY_TRANSFORMERS, MODELS, SHAPE, VOCAB, hf_folder
@@ -16,14 +18,13 @@ from trajectories import make_groups
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
-from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.models import hf_model, lora_hf_model, transformers_model
 from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.layers import standardize
 from torchtune_grpo.models.weights import HFCheckpointer
 from torchtune_grpo.rollout.engine import make_engine
-from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
-from torchtune_grpo.rollout.sampling import row_keys
+from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.rollout.transformers import TransformersEngine
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
@@ -60,16 +61,9 @@ def engine_of(model, **settings):
     return make_engine(EngineContext(model, RolloutConfig(**settings), torch.device("cpu")))
 
 
-def request(prompts=PROMPTS, *, group_size=3, stops=(), decode=None, row_limit=None, **params):
-    return RolloutRequest(
-        prompts=prompts,
-        group_size=group_size,
-        params=SamplingParams(**{"max_generated_tokens": 12, **params}),
-        stop_tokens=stops,
-        keys=row_keys(seed=0, step=0, prompt_indices=range(len(prompts)), group_size=group_size),
-        decode=decode,
-        row_limit=row_limit,
-    )
+def request(*, row_limit=None, **options):
+    given = {"group_size": 3, "stops": (), **options}
+    return replace(rollouts.request(PROMPTS, **given), row_limit=row_limit)
 
 
 @pytest.mark.parametrize("name", BY_TRANSFORMERS)
