@@ -138,18 +138,19 @@ MATH, CODE = (
     for name in ("math_correctness_reward", "CodeReward")
 )
 SHORT = {"_component_": "torchtune_grpo.rewards.OverlongPenalty", "max_length": 9, "cache": 9}
-BY_ROWS = """
+
+
 async def waits(prompts, completions, **columns):
     return [10.0 * len(text) for text in completions]
+
 
 def texts(prompts, completions, log_extra, **columns):
     log_extra("text", completions)
     return [float(len(text)) for text in completions]
 
-def never(prompts, completions, log_metric, **columns):
-    log_metric("called", 1)
-    return [0.0] * len(completions)
-"""
+
+def never(prompts, completions, **columns):
+    pytest.fail("it has no row")
 
 
 @pytest.mark.slow
@@ -213,17 +214,13 @@ def test_shaping_outweighs_nothing_where_it_does_not_score():
     RewardSet.from_config([only(MATH, "sums"), only(SHORT, "words", name="short", weight=1.5)])
 
 
-def test_an_async_and_an_isolated_reward_score_their_own_rows(tmp_path, monkeypatch):
-    """Each in its own way; a reward without rows is not called."""
-    (tmp_path / "by_rows.py").write_text(BY_ROWS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_an_async_reward_and_one_without_rows_score_their_own():
+    """Real runs do so with an isolated one: test_mixed_data.py."""
     nodes = [
-        {"_component_": "by_rows.waits", "only": {"dataset": ["a", "b"]}, "name": "one"},
-        {"_component_": "by_rows.texts", "only": {"dataset": "c"}, "name": "one"},
-        {"_component_": "by_rows.never", "only": {"dataset": "d"}},
+        {"_component_": f"{__name__}.waits", "only": {"dataset": ["a", "b"]}, "name": "one"},
+        {"_component_": f"{__name__}.texts", "only": {"dataset": "c"}, "name": "one"},
+        {"_component_": f"{__name__}.never", "only": {"dataset": "d"}},
     ]
-    nodes[1] |= {"isolation": "process", "workers": 1}
     rewards = RewardSet.from_config(nodes)
     assert rewards.names == ["one", "never_d"]
     scores = rewards(
@@ -232,7 +229,5 @@ def test_an_async_and_an_isolated_reward_score_their_own_rows(tmp_path, monkeypa
         columns={"dataset": ["c", "a", "c", "b"]},
         trainer_state=TrainerState(0, max_steps=1),
     )
-    rewards.close()
     assert scores.of("one").tolist() == [1, 20, 3, 40] and scores.of("never_d").isnan().all()
     assert scores.extra == {"text": ["1", None, "333", None]}
-    assert not scores.metrics
