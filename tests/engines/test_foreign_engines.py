@@ -10,104 +10,46 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engine_checks import (
+    CPU,
+    KNOWN,
+    LORA,
+    PROMPTS,
+    TALKS,
+    WIDE,
+    assert_plays,
+    change,
+    conversation,
+    gap,
+    load,
+    request,
+    rows,
+)
 from hf_models import MODELS, hf_folder
 from policies import full_logprobs
 from scripted_turns import LATE, Scripted, limited_reply, with_turns
 from transformers import CONFIG_MAPPING
 
-from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine import interrupt
-from torchtune_grpo.models import hf_model, lora_hf_model
-from torchtune_grpo.models.layers import standardize
-from torchtune_grpo.models.weights import HFCheckpointer
+from torchtune_grpo.models import lora_hf_model
 from torchtune_grpo.rollout.native import NativeEngine
-from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
-from torchtune_grpo.rollout.sampling import row_keys
+from torchtune_grpo.rollout.request import EngineContext
 
 pytest.importorskip("vllm")
 
 from torchtune_grpo.rollout.vllm import VLLMEngine  # noqa: E402
 
 ENGINES = {"vllm": VLLMEngine}
-CPU = torch.device("cpu")
-KNOWN = 290  # ids that are sampled, of the models' 300
-BOS = 1  # config.json's; a prompt has as many as it is given
-PROMPTS = [[5, 6, 7, 8, 9] * 14, [5, 6, 7, 8, 9] * 13 + [1], [BOS, 12]]  # two begin alike
-# Heads of this size are among those that vLLM computes on a CPU. The ends in config.json do not
-# end a response; those of the request do.
-WIDE = dict(hidden_size=128, head_dim=32, bos_token_id=BOS, eos_token_id=[*range(100, 200)])
 OTHERS = {  # of those that transformers has in the version that vLLM takes
     kind: name
     for name, (kind, _) in MODELS.items()
     if kind in CONFIG_MAPPING and kind != "llama" and name != "phi3_longrope"
 }
-LORA = dict(
-    lora_attn_modules=["q_proj", "k_proj", "v_proj", "output_proj"],
-    apply_lora_to_mlp=True,
-    lora_rank=4,
-    lora_alpha=12,
-)
-
-
-def load(folder, *, dtype=torch.float32, build=hf_model, **settings):
-    """The model of a folder as a trainer has it."""
-    with torch.random.fork_rng():
-        model = build(str(folder), **settings)
-    standardize(model)
-    weights = HFCheckpointer(str(folder), str(folder)).load_checkpoint()["model"]
-    model.load_state_dict(weights, strict=False)
-    for module in model.modules():
-        if hasattr(module, "initialize_dora_magnitude"):
-            module.initialize_dora_magnitude()
-    for name, parameter in model.named_parameters():
-        if "lora" not in name and "magnitude" not in name:  # these stay float32
-            parameter.data = parameter.data.to(dtype)
-    return model.eval()
-
-
-def request(prompts=PROMPTS, *, group_size=4, seed=0, stops=(), decode=None, **params):
-    return RolloutRequest(
-        prompts=prompts,
-        group_size=group_size,
-        params=SamplingParams(**{"max_generated_tokens": 10, **params}),
-        stop_tokens=stops,
-        keys=row_keys(seed=seed, step=0, prompt_indices=range(len(prompts)), group_size=group_size),
-        decode=decode,
-        vocab_size=KNOWN,
-    )
-
-
-@torch.no_grad()
-def gap(model, asked, samples) -> float:
-    """The largest difference to the log-probs of all rows' tokens by the trainer's full forward."""
-    largest = 0.0
-    for n, length in enumerate(samples.lengths.tolist()):
-        prompt = asked.prompts[n // asked.group_size]
-        row = torch.tensor([*prompt, *samples.responses[n, :length].tolist()])
-        logits = model(row[None])[0, len(prompt) - 1 : -1, :KNOWN].double()
-        log_p = (logits / (asked.params.temperature or 1.0)).log_softmax(dim=-1)
-        own = log_p.gather(1, row[len(prompt) :, None])[:, 0]
-        difference = (own - samples.sampler_logprobs[n, :length].double()).abs()
-        sampled = samples.sampled[n, :length]
-        assert length and (asked.turns or sampled.all()) and not samples.sampled[n, length:].any()
-        largest = max(largest, difference[sampled].max().item())
-    return largest
-
-
-def rows(samples) -> list[list[int]]:
-    pairs = zip(samples.responses.tolist(), samples.lengths.tolist(), strict=True)
-    return [tokens[:length] for tokens, length in pairs]
 
 
 def checksum(model) -> list[float]:
     return [p.double().sum().item() + p.double().square().sum().item() for p in model.parameters()]
-
-
-@torch.no_grad()
-def change(parameter) -> None:
-    generator = torch.Generator().manual_seed(parameter.numel())
-    noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    parameter.add_(noise * (0.5 * parameter.float().std() if parameter.dim() > 1 else 0.3))
 
 
 @pytest.fixture(params=ENGINES)
@@ -285,47 +227,6 @@ def test_ends_noise_and_order(llama, start, monkeypatch):
     assert sorted(cut.lengths.tolist()) == [0] * 7 + [2] * 5 and cut.truncated.all()
     monkeypatch.undo()
     assert rows(engine.generate(asked)) == rows(whole)  # nothing of the cut one is left
-
-
-def spell(tokens) -> str:
-    return "".join(f"<{token}>" for token in tokens)
-
-
-TALKS = {  # what a turn ends with, by how it is told
-    "tokens": (dict(stops=tuple(range(2, 60))), lambda turn: turn[-1:] and 2 <= turn[-1] < 60),
-    "strings": (
-        dict(stop_strings=("7>", "1><2"), decode=spell),  # the second spans two tokens
-        lambda turn: "7>" in spell(turn) or "1><2" in spell(turn),
-    ),
-}
-
-
-def conversation(kind, **options):
-    options = {"max_generated_tokens": 14, **TALKS[kind][0], **options}
-    return replace(request(**options), row_limit=30)
-
-
-def assert_plays(model, asked, samples, turns, *, ends) -> None:
-    """All that is returned follows from the tokens that were sampled."""
-    limits = turns.limits
-    assert gap(model, asked, samples) < 1e-4
-    for n, row in enumerate(rows(samples)):
-        mask, begin, reply = [True] * len(row), 0, None
-        for turn, (_, response, sampled) in enumerate(a for a in turns.asked if a[0] == n):
-            assert row[: len(response)] == response and sampled == sum(mask[: len(response)])
-            assert ends(response[begin:]) and not ends(response[begin:-1])
-            reply = limited_reply(n, response, turn, sampled, limits)
-            begin = len(response) + len(reply)
-            assert row[len(response) : begin] == reply
-            mask[len(response) : begin] = [False] * len(reply)
-        assert samples.sampled[n, : len(row)].tolist() == mask
-        assert samples.truncated[n] == (reply != [])
-        if samples.truncated[n]:
-            assert not ends(row[begin:]) and (sum(mask) == limits[0] or len(row) == limits[1])
-        else:
-            assert len(row) == begin
-    assert not samples.sampler_logprobs[~samples.sampled].any()
-    assert not samples.behaviour_logprobs[~samples.sampled].any()
 
 
 @pytest.mark.slow
