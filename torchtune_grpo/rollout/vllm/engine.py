@@ -1,16 +1,19 @@
-"""vLLM as the rollout engine: in this process, one request for a row's turn, stepped from here.
+"""vLLM as the rollout engine: what all of it has in common, and vLLM in the trainer's process.
 
 Nearly all that goes wrong between a trainer and another engine is silent: weights that are stale or
-merged wrongly, keys and values of an earlier policy, log-probs of another distribution. So vLLM
-starts with random weights, every rollout brings the policy's own first and compares checksums, and
-every rollout and step compares the log-probs of both sides.
+merged wrongly, keys and values of an earlier policy, log-probs of another distribution. So every
+rollout brings the policy's own weights first, which mark the keys and values that are computed with
+them, and every rollout and step compares the log-probs of both sides. In this process vLLM starts
+with random weights, and checksums are compared, too.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -37,8 +40,12 @@ from torchtune_grpo.rollout.vllm.guard import (
     vllms_checksums,
 )
 from torchtune_grpo.rollout.vllm.process import contained, end
-from torchtune_grpo.rollout.vllm.rows import VLLMRollout
-from torchtune_grpo.rollout.vllm.settings import problems_in, temperature_problems
+from torchtune_grpo.rollout.vllm.rows import NewTokens, Requests, VLLMRollout
+from torchtune_grpo.rollout.vllm.settings import (
+    local_problems_in,
+    problems_in,
+    temperature_problems,
+)
 from torchtune_grpo.trajectory import Samples
 
 PREFILL_TOKENS = 4096  # of all prompts that are computed at once
@@ -46,30 +53,21 @@ MAX_ROWS, MAX_MODEL_LEN, MEMORY_SHARE = 256, 4096, 0.3  # where the config does 
 BLOCK = 32  # tokens whose keys and values lie together, which vLLM's kernels for CPUs require
 
 
-class VLLMEngine(RolloutEngine):
-    """Generation with vLLM, which starts with the first rollout.
+class VLLMBase(RolloutEngine):
+    """Generation with a vLLM that gets the policy's weights before each rollout.
 
-    A prompt and its response have at most ``max_model_len`` tokens. Keys and values get at most
-    ``memory_share`` of the memory that is then free, less what training and vLLM's copy of the
-    weights will take. Adapters are merged into that copy.
+    A prompt and its response have at most ``max_model_len`` tokens.
     """
 
-    def __init__(
-        self,
-        context: EngineContext,
-        *,
-        max_model_len: int = MAX_MODEL_LEN,
-        memory_share: float = MEMORY_SHARE,
-    ) -> None:
-        self._context, self._model, self._memory_share = context, context.model, memory_share
+    reproducible = True  # its steps depend on tokens alone
+    problems_in = staticmethod(problems_in)
+
+    def __init__(self, context: EngineContext, *, max_model_len: int = MAX_MODEL_LEN) -> None:
+        self._context, self._model = context, context.model
         self._max_model_len = min(max_model_len, context.model.max_seq_len)
         self._weights = PolicyWeights(context.model, context.model_dir)
         self._guard = Guard(context.model)
-        self._sleeps = context.device.type == "cuda"  # between rollouts
-        self._llm: Any = None
         self._vocab = 0  # ids below it are sampled
-        self._rollouts = 0
-        self._end: Callable[[], object] = lambda: None
 
     @classmethod
     def capabilities(
@@ -77,37 +75,36 @@ class VLLMEngine(RolloutEngine):
     ) -> Capabilities:
         # It has filters, but with them reports no log-prob of softmax(logits / temperature).
         return Capabilities(
-            turns=True, reproducible=True, longest_row=max_model_len, correction="token_truncate"
+            turns=True,
+            reproducible=cls.reproducible,
+            longest_row=max_model_len,
+            correction="token_truncate",
         )
 
     @classmethod
     def check(cls, cfg: GRPOConfig) -> None:
-        if problems := [*problems_in(cfg)]:
+        if problems := [*cls.problems_in(cfg)]:
             raise ConfigError(*problems)
+
+    @abstractmethod
+    def _vllm(self, request: RolloutRequest) -> AbstractContextManager[Requests]:
+        """Give a vLLM that samples ids below ``_vocab`` with the policy's current weights."""
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Samples:
         if problems := [*temperature_problems(dict(request.params))]:
             raise ValueError(" ".join(problems))
         assert longest(request) <= self._max_model_len, "see capabilities"
-        self._rollouts += 1
-        with contained():
-            self._start(request)
-            with gathered(self._model):
-                self._bring_weights()
-                self._compare_weights()
-        deadline = self._context.settings.deadline  # which vLLM's start is not part of
-        rollout = VLLMRollout(
-            self._llm.llm_engine,
-            request,
-            salt=str(self._rollouts),
-            # With a deadline time decides, anyway.
-            reply_steps=REPLY_STEPS if deadline is None else None,
-        )
-        rollout.run(must_stop(deadline))
-        if self._sleeps:  # its weights come anew
-            with contained():
-                self._llm.sleep(level=2)
+        size = self._model.tok_embeddings.num_embeddings
+        vocab = min(request.vocab_size or size, size)
+        assert self._vocab in (0, vocab), "a run has one tokenizer"
+        self._vocab = vocab
+        deadline = self._context.settings.deadline
+        # With a deadline time decides, anyway.
+        steps = REPLY_STEPS if self.reproducible and deadline is None else None
+        with self._vllm(request) as requests:
+            rollout = VLLMRollout(requests, request, reply_steps=steps)
+            rollout.run(must_stop(deadline))  # which vLLM's start is not part of
         samples = rollout.samples(self._context.device)
         self._guard.compare(request, samples, vocab=self._vocab)
         return samples
@@ -116,17 +113,51 @@ class VLLMEngine(RolloutEngine):
         """Raise a ValueError if a step's samples were not drawn from the policy that is trained."""
         self._guard.check_step(metrics)
 
+
+class VLLMEngine(VLLMBase):
+    """Generation with vLLM in this process, where it starts with the first rollout.
+
+    Keys and values get at most ``memory_share`` of the memory that is then free, less what training
+    and vLLM's copy of the weights will take. Adapters are merged into that copy.
+    """
+
+    problems_in = staticmethod(local_problems_in)
+
+    def __init__(
+        self,
+        context: EngineContext,
+        *,
+        max_model_len: int = MAX_MODEL_LEN,
+        memory_share: float = MEMORY_SHARE,
+    ) -> None:
+        super().__init__(context, max_model_len=max_model_len)
+        self._memory_share = memory_share
+        self._sleeps = context.device.type == "cuda"  # between rollouts
+        self._llm: Any = None
+        self._rollouts = 0
+        self._end: Callable[[], object] = lambda: None
+
+    @contextmanager
+    def _vllm(self, request: RolloutRequest) -> Iterator[LocalRequests]:
+        self._rollouts += 1
+        with contained():
+            self._start(request)
+            with gathered(self._model):
+                self._bring_weights()
+                self._compare_weights()
+        yield LocalRequests(self._llm.llm_engine, salt=str(self._rollouts))
+        if self._sleeps:  # its weights come anew
+            with contained():
+                self._llm.sleep(level=2)
+
     def close(self) -> None:
         """End vLLM, and what it has started in this process."""
         self._end()
         self._llm = None
 
     def _start(self, request: RolloutRequest) -> None:
-        """Start vLLM with the first request, whose ``vocab_size`` the others share, or wake it."""
-        size = self._model.tok_embeddings.num_embeddings
-        vocab = min(request.vocab_size or size, size)
+        """Start vLLM with the first request, or wake it."""
         if self._llm is not None:
-            assert vocab == self._vocab, "a run has one tokenizer"
             if self._sleeps and self._llm.llm_engine.is_sleeping():
                 self._llm.wake_up()
             return
@@ -137,7 +168,7 @@ class VLLMEngine(RolloutEngine):
         self._sleeps = self._sleeps and current_platform.is_sleep_mode_available()
         logging.getLogger("vllm").setLevel(logging.ERROR)
         on_cpu = self._context.device.type == "cpu"
-        rows, self._vocab = self._context.settings.max_rows or MAX_ROWS, vocab
+        rows = self._context.settings.max_rows or MAX_ROWS
         kept = rows if request.turns is None else 2 * rows  # those that wait for a reply, too
         free = free_bytes(self._context.device) - self._context.bytes_to_come()
         room = self._memory_share * (free - self._weights.bytes)
@@ -145,7 +176,7 @@ class VLLMEngine(RolloutEngine):
             model=str(self._context.model_dir),
             skip_tokenizer_init=True,
             load_format="dummy",
-            hf_overrides={"vocab_size": vocab},
+            hf_overrides={"vocab_size": self._vocab},
             dtype=self._weights.dtype,
             max_model_len=self._max_model_len,
             max_num_seqs=rows,
@@ -195,6 +226,34 @@ def cache_bytes(
     numbers = 2 * len(model.layers) * attention.num_kv_heads * attention.head_dim
     whole, likely = ((n + 2 * BLOCK) * numbers * dtype.itemsize for n in (most, 2 * longest))
     return int(max(whole, min(rows * likely, room)))
+
+
+class LocalRequests:
+    """Requests to an ``LLMEngine``, in whose cache ``salt`` marks the weights."""
+
+    def __init__(self, engine: Any, *, salt: str) -> None:
+        self._engine, self._salt = engine, salt
+
+    def add(self, name: str, tokens: list[int], settings: dict[str, Any]) -> None:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        prompt = {"prompt_token_ids": tokens, "cache_salt": self._salt}
+        params = SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)
+        self._engine.add_request(name, prompt, params)
+
+    def step(self) -> list[NewTokens]:
+        with contained():
+            outputs = self._engine.step()
+        return [_new_tokens(output.request_id, output.outputs[0]) for output in outputs]
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._engine.abort_request([*names])
+
+
+def _new_tokens(name: str, new: Any) -> NewTokens:
+    pairs = zip(new.token_ids, new.logprobs, strict=True)
+    logprobs = [entry[token].logprob for token, entry in pairs]
+    return NewTokens(name, new.token_ids, logprobs, new.finish_reason)
 
 
 def longest(request: RolloutRequest) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,28 @@ from torchtune_grpo.rollout.batch import REPORT_SECONDS
 from torchtune_grpo.rollout.cache import CachedPrompt, Row
 from torchtune_grpo.rollout.paused import PausedRows
 from torchtune_grpo.rollout.request import Progress, RolloutRequest
-from torchtune_grpo.rollout.vllm.process import contained
 from torchtune_grpo.trajectory import Samples
+
+BROKEN = -9999.0  # the log-prob that a server of vLLM's writes for NaN
+
+
+class NewTokens(NamedTuple):
+    """The next tokens of a request, with vLLM's log-probs of them."""
+
+    name: str
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    ended: str | None  # "stop", "length", or "abort" if it is lost; None: more will come
+
+
+class Requests(Protocol):
+    """Requests to vLLM, by name; ``step`` returns what is new, or nothing after a moment."""
+
+    def add(self, name: str, tokens: list[int], settings: dict[str, Any]) -> None: ...
+
+    def step(self) -> list[NewTokens]: ...
+
+    def abort(self, names: Sequence[str]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -28,7 +48,7 @@ class VLLMRow(Row):
 
 
 class VLLMRollout:
-    """One rollout by an ``LLMEngine`` of vLLM, in whose cache ``salt`` marks the weights.
+    """One rollout by requests to vLLM.
 
     The next turn of a row is a new request with all of its tokens, most of whose keys and values
     are in the cache. A reply is due ``reply_steps`` steps after its turn's end, so that tokens
@@ -36,9 +56,9 @@ class VLLMRollout:
     """
 
     def __init__(
-        self, engine: Any, request: RolloutRequest, *, salt: str, reply_steps: int | None
+        self, requests: Requests, request: RolloutRequest, *, reply_steps: int | None
     ) -> None:
-        self._engine, self._request, self._salt = engine, request, salt
+        self._requests, self._request = requests, request
         group = request.group_size
         prompts = [CachedPrompt(tokens, rows_left=group) for tokens in request.prompts]
         self._rows = [VLLMRow(n, prompts[n // group]) for n in range(request.num_rows)]
@@ -57,40 +77,34 @@ class VLLMRollout:
             while (self._live or self._paused.rows) and not must_stop():
                 if not self._go_on():
                     continue
-                with contained():
-                    outputs = self._engine.step()
                 self._steps += 1
-                for output in outputs:
-                    self._take(output)
+                for new in self._requests.step():
+                    self._take(new)
                 if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
                     self._request.report(self._progress())
                     reported = time.monotonic()
         finally:  # whatever interrupts a rollout, the next one starts clean
-            self._engine.abort_request([*self._live])
+            self._requests.abort([*self._live])
 
     def _ask(self, row: VLLMRow) -> None:
         """Request the next turn of a row, behind the reply at its end, if there is one."""
-        import vllm
-
         params, given = self._request.params, len(row.response) - row.count
         row.logprobs += [None] * given
         row.given += given
-        row.begin = row.count = len(row.response)
+        row.begin, row.count, row.ended = len(row.response), len(row.response), False
         left = params.max_generated_tokens - (row.count - row.given)
-        settings = vllm.SamplingParams(
-            temperature=params.temperature,
-            seed=(self._keys[row.number] + row.count) & (2**63 - 1),  # another for each turn
-            max_tokens=min(left, self._request.max_row_tokens - row.count),
-            stop_token_ids=[*self._request.stop_tokens],
-            ignore_eos=True,  # config.json's, which need not end a response here
-            logprobs=0,  # of the sampled token alone
-            detokenize=False,
-            output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
-        )
-        tokens, name = [*row.prompt.tokens, *row.response], f"{row.number}.{row.count}"
+        settings = {
+            "temperature": params.temperature,
+            "seed": (self._keys[row.number] + row.count) & (2**63 - 1),  # another for each turn
+            "max_tokens": min(left, self._request.max_row_tokens - row.count),
+            "stop_token_ids": [*self._request.stop_tokens],
+            "ignore_eos": True,  # config.json's, which need not end a response here
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        }
+        name = f"{row.number}.{row.count}"
         self._live[name] = row
-        prompt = {"prompt_token_ids": tokens, "cache_salt": self._salt}
-        self._engine.add_request(name, prompt, settings)
+        self._requests.add(name, [*row.prompt.tokens, *row.response], settings)
 
     def _go_on(self) -> bool:
         """Request the turns of rows that have a reply; False if there is nothing to compute yet."""
@@ -102,23 +116,27 @@ class VLLMRollout:
                 self._ask(self._rows[number])
         return replies is not None and bool(self._live)
 
-    def _take(self, output: Any) -> None:
-        """Add a step's tokens to a row, up to the end of a stop string."""
-        name, row, new = output.request_id, self._live[output.request_id], output.outputs[0]
-        row.response += new.token_ids
-        pairs = zip(new.token_ids, new.logprobs, strict=True)
-        row.logprobs += [entry[token].logprob for token, entry in pairs]
-        row.ended = new.finish_reason == "stop"
+    def _take(self, new: NewTokens) -> None:
+        """Add tokens to a row, up to the end of a stop string."""
+        row = self._live[new.name]
+        if new.ended == "abort":  # the same noise gives the same turn again
+            del row.response[row.begin :], row.logprobs[row.begin :]
+            row.count = row.begin
+            self._ask(row)
+            return
+        row.response += new.tokens
+        row.logprobs += new.logprobs
+        row.ended = new.ended == "stop"
         turn, known = row.response[row.begin :], row.count - row.begin
         if self._strings and (end := self._strings.end(turn, start=known)):
             row.ended = True
             del row.response[row.begin + end :], row.logprobs[row.begin + end :]
         row.count = len(row.response)
-        if not row.ended and not output.finished:
+        if not row.ended and not new.ended:
             return
-        del self._live[name]
-        if not output.finished:
-            self._engine.abort_request([name])
+        del self._live[new.name]
+        if not new.ended:
+            self._requests.abort([new.name])
         if row.ended and self._request.turns is not None:
             self._paused.add(row, now=self._steps)
 
@@ -132,7 +150,7 @@ class VLLMRollout:
         """Return all rows, padded to the longest; there is one column at least."""
         rows = self._rows
         logprobs = _padded([[x or 0.0 for x in row.logprobs] for row in rows], torch.float32)
-        if not logprobs.isfinite().all():
+        if not (logprobs > BROKEN).all():
             raise ValueError(
                 "rollout.engine=vllm: a log-prob is infinite or NaN: the policy broke."
             )

@@ -14,13 +14,18 @@ _BIASES = {"qwen3": "attention_bias", "ernie4_5": "use_bias"}  # that vLLM leave
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises lower temperatures and refuses higher ones
 
 
-def problems_in(cfg: GRPOConfig) -> Iterator[str]:
-    """Yield a sentence for each value with which vLLM would sample from another policy."""
+def local_problems_in(cfg: GRPOConfig) -> Iterator[str]:
+    """Yield a sentence for each reason why vLLM would not start or sample here as the trainer."""
     if find_spec("vllm") is None:
         yield (
             "rollout.engine=vllm: vLLM is not installed; pip install 'vllm>=0.32,<0.34', or for a "
             "CPU see docs/rollout.md."
         )
+    yield from problems_in(cfg)
+
+
+def problems_in(cfg: GRPOConfig) -> Iterator[str]:
+    """Yield a sentence for each value with which vLLM would sample from another policy."""
     yield from temperature_problems({"temperature": cfg.temperature})
     yield from temperature_problems(cfg.evaluation.sampling, "evaluation.sampling.")
     if Path(folder := cfg.checkpointer.checkpoint_dir, "config.json").is_file():
