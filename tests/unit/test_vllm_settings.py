@@ -88,6 +88,14 @@ def test_a_missing_vllm_is_one_line_before_a_model_is_made(monkeypatch, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_server_needs_an_address_a_folder_and_no_vllm_here(monkeypatch):
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    node = "rollout.engine={_component_: vllm_server, url: 'http://a:8000'"
+    check_engine(config(f"{node}, shared: /tmp/shared}}"))
+    with pytest.raises(ConfigError, match="rollout.engine=vllm_server: .* missing .* 'shared'"):
+        check_engine(config(f"{node}}}"))
+
+
 def test_keys_and_values_fill_the_room_at_most_and_hold_one_row():
     model = build_policy()  # 2 layers, 2 heads of 8 numbers with keys and values, in float32
     of_token, spare = 2 * 2 * 2 * 8 * 4, 2 * BLOCK
@@ -148,7 +156,7 @@ class EmptyRollout:
         monkeypatch.setattr(engine, "_compare_weights", lambda: None)
         monkeypatch.setattr(engine._guard, "compare", lambda *_, vocab: None)
 
-    def begin(self, engine, request, **arguments):
+    def begin(self, requests, request, **arguments):
         self.arguments = arguments
         return self
 

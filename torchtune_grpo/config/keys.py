@@ -133,7 +133,7 @@ class RolloutConfig(Keys):
     """The generation engine, its memory and its deadline."""
 
     engine: Engine = Field(default="native", validate_default=True)
-    """Generation engine: native, transformers, vllm, or a component of your own
+    """Generation engine: native, transformers, vllm, vllm_server, or a component of your own
     (docs/rollout.md)."""
     max_rows: PositiveInt | None = None
     """Maximum number of responses generated at once; null = as many as memory allows."""

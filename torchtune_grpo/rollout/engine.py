@@ -20,7 +20,7 @@ from torchtune_grpo.rollout.native import NativeEngine
 from torchtune_grpo.rollout.request import Capabilities, EngineContext, RolloutEngine
 from torchtune_grpo.rollout.sampling import filters_in
 from torchtune_grpo.rollout.transformers import TransformersEngine
-from torchtune_grpo.rollout.vllm import VLLMEngine
+from torchtune_grpo.rollout.vllm import VLLMEngine, VLLMServer
 
 log = utils.get_logger("INFO")
 
@@ -28,6 +28,7 @@ log = utils.get_logger("INFO")
 native = NativeEngine
 transformers = TransformersEngine
 vllm = VLLMEngine
+vllm_server = VLLMServer
 
 
 def engine_class(settings: RolloutConfig) -> type[RolloutEngine]:

@@ -50,10 +50,20 @@ class PolicyWeights:
 
     def named(self, *, vocab: int) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, each made when it is needed, for ids below ``vocab``."""
-        for theirs, places in self._sources.items():
-            parts = [self._weight(*place).detach().to(self.dtype) for place in places]
-            weight = torch.cat(parts) if len(parts) > 1 else parts[0]
-            yield theirs, weight[:vocab] if theirs in _OF_IDS else weight
+        for theirs in self._sources:
+            yield theirs, self._made(theirs, vocab)
+
+    def untied(self, *, vocab: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights, the head's too where it is the embeddings."""
+        yield from self.named(vocab=vocab)
+        embeddings, head = _OF_IDS
+        if head not in self._sources:
+            yield head, self._made(embeddings, vocab)
+
+    def _made(self, theirs: str, vocab: int) -> Tensor:
+        parts = [self._weight(*place).detach().to(self.dtype) for place in self._sources[theirs]]
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return weight[:vocab] if theirs in _OF_IDS else weight
 
     def _weight(self, module: object, name: str) -> Tensor:
         if name == "weight" and isinstance(module, KINDS):
