@@ -190,8 +190,7 @@ def loss_of(
         model,
         part.layout,
         temperature=temperature,
-        with_entropy=True,
-        entropy_gradient=loss.needs_entropy_gradient,
+        entropy="gradient" if loss.needs_entropy_gradient else "value",
     )
     return loss(
         logprobs=logprobs,

@@ -350,8 +350,7 @@ def log_probs(
         model,
         part.layout,
         temperature=cfg.temperature,
-        with_entropy=True,
-        entropy_gradient=make_loss(cfg.loss).needs_entropy_gradient,
+        entropy="gradient" if make_loss(cfg.loss).needs_entropy_gradient else "value",
         **settings,
     )
 

@@ -155,8 +155,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
                 self.model,
                 micro_batch.layout,
                 temperature=self.cfg.temperature,
-                with_entropy=True,
-                entropy_gradient=self.parts.loss.needs_entropy_gradient,
+                entropy="gradient" if self.parts.loss.needs_entropy_gradient else "value",
             )  # [n, L]
             old = batch.old_logprobs
             old = None if old is None else old[micro_batch.rows]

@@ -112,8 +112,7 @@ def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
         model,
         packed_layout(rows, packs),
         temperature=TEMPERATURE,
-        with_entropy=True,
-        entropy_gradient=loss.needs_entropy_gradient,
+        entropy="gradient" if loss.needs_entropy_gradient else "value",
     )
     weights = loss.weights(
         rows.response_mask,

@@ -9,6 +9,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 
 from torchtune_grpo.training import response_logprobs
+from torchtune_grpo.training.logprobs import Entropy
 from torchtune_grpo.training.packing import packed_layout, row_layout
 
 PACKS = [0, 0, 0, 1, 1, 1]
@@ -22,13 +23,12 @@ def values_and_gradients(model, values: torch.Tensor) -> list[torch.Tensor]:
     return [values.detach().float(), *gradients]
 
 
-def by_layout(model, layout, *, entropy_gradient: bool) -> list[torch.Tensor]:
+def by_layout(model, layout, *, entropy: Entropy) -> list[torch.Tensor]:
     values = response_logprobs(
         model,
         layout,
         temperature=0.8,
-        with_entropy=True,
-        entropy_gradient=entropy_gradient,
+        entropy=entropy,
         chunk_bytes=4 * 100,
     )
     return values_and_gradients(model, torch.stack(values))
@@ -53,7 +53,7 @@ def test_values_and_gradients_equal_full_logits(kind):
     entropy = entropy.detach() if is_frozen else entropy
     expected = values_and_gradients(model, torch.stack([logprobs, entropy]))
     for layout in (row_layout(trajectory), packed_layout(trajectory, PACKS)):
-        results = by_layout(model, layout, entropy_gradient=not is_frozen)
+        results = by_layout(model, layout, entropy="value" if is_frozen else "gradient")
         torch.testing.assert_close(results[0], expected[0], atol=2e-5, rtol=0)
         torch.testing.assert_close(results, expected, atol=2e-4, rtol=1e-4)
 

@@ -101,9 +101,7 @@ def test_a_rank_without_rows_takes_part_in_as_many_passes(monkeypatch, kind):
     parts = micro_batches(nothing, **way)
     assert [part.rows.tolist() for part in parts] == [[], [], []]
     assert trajectory_logprobs(model, parts, temperature=1.0).shape == (0, 9)
-    logprobs, entropy = response_logprobs(
-        model, parts[0].layout, temperature=1.0, with_entropy=True
-    )
+    logprobs, entropy = response_logprobs(model, parts[0].layout, temperature=1.0, entropy="value")
     assert logprobs.shape == entropy.shape == (0, 9)
     logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.layers.parameters())

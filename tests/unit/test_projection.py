@@ -8,7 +8,7 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.peft import LoRALinear
 
 from torchtune_grpo.training import logprobs
-from torchtune_grpo.training.logprobs import output_matrix, projection_logprobs
+from torchtune_grpo.training.logprobs import Entropy, output_matrix, projection_logprobs
 
 TOKENS, DIM, VOCAB = 300, 16, 1000
 CHUNK = 20_000  # logits at once, of 300,000
@@ -42,13 +42,13 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def step(output, *, blocked: bool, entropy_gradient: bool, dtype: torch.dtype):
+def step(output, *, blocked: bool, entropy: Entropy, dtype: torch.dtype):
     """Log-probs, entropy, and the gradients of h and of what is trained."""
     generator = torch.Generator().manual_seed(1)
     h = torch.randn(TOKENS, DIM, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
     probe = torch.randn(2, TOKENS, generator=generator)
-    kw = dict(temperature=0.7, with_entropy=True, entropy_gradient=entropy_gradient)
+    kw = dict(temperature=0.7, entropy=entropy)
     if blocked:
         values = projection_logprobs(output, h, targets, **kw, chunk_bytes=4 * CHUNK)
     else:
@@ -57,7 +57,7 @@ def step(output, *, blocked: bool, entropy_gradient: bool, dtype: torch.dtype):
         log_p = (logits.float() / 0.7).log_softmax(dim=-1)
         values = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
     total = (values[0] * probe[0]).sum()
-    if entropy_gradient:
+    if entropy == "gradient":
         total = total + (values[1] * probe[1]).sum()
     weight = output.tied_module if isinstance(output, TiedLinear) else output
     trained = [p for p in weight.parameters() if p.requires_grad]
@@ -65,15 +65,15 @@ def step(output, *, blocked: bool, entropy_gradient: bool, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_equal_full_logits_and_stay_small(kind, entropy_gradient, dtype):
+def test_blocks_equal_full_logits_and_stay_small(kind, entropy, dtype):
     torch.manual_seed(0)
     output = KINDS[kind]()
     for parameter in nn.Module.parameters(getattr(output, "tied_module", output)):
         parameter.data = (torch.randn_like(parameter) * 0.5).to(dtype)
     assert (output_matrix(output) is None) == (kind in ("bias", "lora"))
-    kw = dict(entropy_gradient=entropy_gradient, dtype=dtype)
+    kw = dict(entropy=entropy, dtype=dtype)
     with LargestTensor() as plain:
         expected, expected_grads = step(output, blocked=False, **kw)
     with LargestTensor() as blocked:

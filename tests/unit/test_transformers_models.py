@@ -77,7 +77,7 @@ def test_logits_log_probs_and_gradients_are_transformers_own(tmp_path, name):
     trajectory = make_groups([5, 9], [4, 7, 6, 2])
     (part,) = micro_batches(trajectory, group_size=2, pack=False, rows=4)
     found = response_logprobs(
-        model, part.layout, temperature=0.7, with_entropy=True, chunk_bytes=4 * VOCAB * 5
+        model, part.layout, temperature=0.7, entropy="value", chunk_bytes=4 * VOCAB * 5
     )
     alone = response_rows(lambda row: theirs(row, use_cache=False).logits, trajectory, 0.7)
     torch.testing.assert_close(torch.stack(found).double(), alone, atol=1e-4, rtol=1e-4)

@@ -19,7 +19,7 @@ model they are rounded to bf16, and only later computations are float32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,39 +39,39 @@ _GPU_CHUNK_BYTES = 128 * 2**20
 _LEAST_COLUMNS = 1024  # narrower blocks cost more in sums over blocks than they save
 _BLOCK_UNIT = 128  # columns
 
+Entropy = Literal["none", "value", "gradient"]  # what is computed of it
+
 
 def response_logprobs(
     model: TransformerDecoder,
     layout: Layout,
     *,
     temperature: float,
-    with_entropy: bool = False,
-    entropy_gradient: bool = False,
+    entropy: Entropy = "none",
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute float32 log-probs and entropy [n, L] of n rows' response tokens; 0 where masked.
 
-    For ``chunk_bytes`` see ``projection_logprobs``.
+    For ``entropy`` and ``chunk_bytes`` see ``projection_logprobs``.
     """
 
     def unembed(h: Tensor) -> Tensor:
-        logprobs, entropy = projection_logprobs(
+        values = projection_logprobs(
             model.output,
             model.norm(h[layout.row, layout.column]),  # [K, D]
             layout.targets,
             temperature=temperature,
-            with_entropy=with_entropy,
-            entropy_gradient=entropy_gradient,
+            entropy=entropy,
             chunk_bytes=chunk_bytes,
         )
-        return torch.stack([logprobs, entropy])  # [2, K]
+        return torch.stack(values)  # [2, K]
 
     with unembed_with(model, unembed, width=layout.tokens.shape[1]):
         values = model(layout.tokens, mask=layout.attention, input_pos=layout.positions)  # [2, K]
     mask = layout.response_mask
     out = values.new_zeros(2, mask.numel()).index_copy(1, layout.index, values)
     out = out.unflatten(1, mask.shape)  # [2, n, L]
-    return out[0], out[1] if entropy_gradient else out[1].detach()
+    return out[0], out[1] if entropy == "gradient" else out[1].detach()
 
 
 @torch.no_grad()
@@ -149,29 +149,27 @@ def projection_logprobs(
     targets: Tensor,
     *,
     temperature: float,
-    with_entropy: bool = False,
-    entropy_gradient: bool = False,
+    entropy: Entropy = "none",
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute targets' log-probs and entropy (nats) under ``softmax(output(h) / temperature)``.
 
-    h is [K, D] and normed; the targets and both results, float32, are [K]. Without ``with_entropy``
-    the entropy is 0. ``chunk_bytes`` of float32 logits exist at once; None = the device's default.
+    h is [K, D] and normed; the targets and both results, float32, are [K]. The entropy is 0 as
+    ``none``, and has no gradient as a ``value``. ``chunk_bytes`` of float32 logits exist at once;
+    None = the device's default.
     """
     chunk_bytes = chunk_bytes or default_chunk_bytes(h.device, tokens=len(h))
     matrix = output_matrix(output)
     if matrix is not None:
         block = _block_size(len(matrix), tokens=len(h), chunk_bytes=chunk_bytes)
-        return _BlockedLogprobs.apply(
-            h, matrix, targets, temperature, with_entropy, entropy_gradient, block
-        )
+        return _BlockedLogprobs.apply(h, matrix, targets, temperature, entropy, block)
 
     def chunk_logprobs(h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_p = (output(h).float() / temperature).log_softmax(dim=-1)
         logprobs = log_p.gather(1, targets[:, None])[:, 0]
-        if not with_entropy:
+        if entropy == "none":
             return logprobs, torch.zeros_like(logprobs)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
             return logprobs, -(log_p.exp() * log_p).sum(dim=-1)
 
     with torch.no_grad():
@@ -181,8 +179,8 @@ def projection_logprobs(
         checkpoint(chunk_logprobs, part, target, use_reentrant=False)
         for part, target in zip(h.split(size), targets.split(size), strict=True)
     ]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _block_size(vocab: int, *, tokens: int, chunk_bytes: int) -> int:
@@ -211,12 +209,11 @@ class _BlockedLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float,
-        with_entropy: bool,
-        entropy_gradient: bool,
+        wanted: Entropy,
         block: int,
     ) -> tuple[Tensor, Tensor]:
         trains_h, trains_weight = ctx.needs_input_grad[:2]
-        keep_slope = trains_h and not trains_weight and not entropy_gradient
+        keep_slope = trains_h and not trains_weight and wanted != "gradient"
         peak = h.new_full((len(h), 1), -torch.inf, dtype=torch.float32)  # [K, 1] largest logit
         total = torch.zeros_like(peak)  # sum of exp(l - peak)
         moment = torch.zeros_like(peak)  # sum of exp(l - peak) l
@@ -233,12 +230,12 @@ class _BlockedLogprobs(torch.autograd.Function):
             peak = higher
             shares = torch.sub(logits, peak, out=_narrowed(kept_shares, h, w)).exp_()
             total = total * shrink + shares.sum(dim=1, keepdim=True)
-            if with_entropy:
+            if wanted != "none":
                 moment = moment * shrink + logits.mul_(shares).sum(dim=1, keepdim=True)
             if mean is not None:
                 add_product(mean.mul_(shrink), shares, w)
         normalizer = peak + total.log()
-        entropy = normalizer - moment / total if with_entropy else torch.zeros_like(peak)
+        entropy = torch.zeros_like(peak) if wanted == "none" else normalizer - moment / total
         if mean is not None:
             # d logprob / d h = (W[target] - sum of p W) / temperature
             ctx.save_for_backward(
@@ -246,9 +243,9 @@ class _BlockedLogprobs(torch.autograd.Function):
             )
         else:
             ctx.save_for_backward(h, weight, targets, normalizer, entropy)
-        ctx.keep_slope, ctx.entropy_gradient = keep_slope, entropy_gradient
+        ctx.keep_slope, ctx.wanted = keep_slope, wanted
         ctx.temperature, ctx.block = temperature, block
-        if not entropy_gradient:
+        if wanted != "gradient":
             ctx.mark_non_differentiable(entropy)
         return (picked - normalizer)[:, 0], entropy[:, 0]
 
@@ -256,7 +253,7 @@ class _BlockedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Backpropagate ``grads``, the gradients of the log-probs [K] and the entropy [K]."""
-        nothing = (None,) * 5
+        nothing = (None,) * 4
         if ctx.keep_slope:
             (slope,) = ctx.saved_tensors
             return (slope * grads[0][:, None].to(slope.dtype), None, *nothing)
@@ -272,7 +269,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             log_p = logits.sub_(normalizer)  # [K, block]
             grad = torch.exp(log_p, out=_narrowed(kept_grad, h, w))
             slope = of_logprobs
-            if ctx.entropy_gradient:
+            if ctx.wanted == "gradient":
                 slope = log_p.add_(entropy).mul_(of_entropy).add_(of_logprobs)
             grad.mul_(slope).scatter_add_(1, column, torch.where(inside, -of_logprobs, 0.0))
             if grad_h is not None:
