@@ -10,6 +10,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ _ELSEWHERE = dict.fromkeys(("push", "push_to_hub"), _PUSH)  # attribute -> where
 _ROWS = {"dataset": "data", "eval_dataset": "eval_data"}  # key -> argument for its rows
 
 
-class GRPO:
+class GRPO(AbstractContextManager["GRPO"]):
     """A run of the recipe, with the same config and the same checks.
 
     Args:
@@ -341,9 +342,6 @@ class GRPO:
         if self._is_open:
             lock.release(self._folder)
         self._is_open = False
-
-    def __enter__(self) -> GRPO:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -446,15 +446,10 @@ class Run:
         """Return the bytes of device memory that training will still take, if there is any."""
         return 0 if self._optimizer is None else self._optimizer.bytes_to_come(self.device)
 
-    @property
-    def _fits_by_card(self) -> bool:
-        """Whether the device has memory of its own, and holds the whole model."""
-        return self.device.type == "cuda" and not self.is_sharded
-
     def _choose_passes(self, policy: TransformerDecoder) -> GRPOConfig:
         """Return the config with what fits beside the models where it says auto."""
         free = None
-        if self._fits_by_card:
+        if self.device.type == "cuda" and not self.is_sharded:  # it holds the whole model
             own = free_bytes(self.device) - training_bytes(self.cfg.optimizer, policy.parameters())
             free = min(parallel.gather_over_ranks(own))
         longest = self._longest_prompt + self.cfg.max_response_tokens

@@ -78,8 +78,8 @@ class Checkpoints:
 
     def identity(self, checkpoint: Path | None) -> dict[str, object]:
         """Return all that answers with a checkpoint's weights depend on; None = before training."""
-        own = {"checkpoint": None if checkpoint is None else files.sums(checkpoint)}
-        return {**self._run_config, **own, "batch_size * ranks": None}
+        sums = None if checkpoint is None else (checkpoint / files.SUMS_FILE).read_text()
+        return {**self._run_config, "checkpoint": sums, "batch_size * ranks": None}
 
     def base_weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Return the weights to start from, with the model's names and Hugging Face's row order."""

@@ -167,11 +167,6 @@ def publish(folder: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def sums(folder: Path) -> str:
-    """Return the checksums of a checkpoint's files."""
-    return (folder / SUMS_FILE).read_text(encoding="utf-8")
-
-
 def find_damage(folder: Path) -> str | None:
     """Name the first file that differs from what ``publish`` saw; None if there is none."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import AbstractContextManager
 from threading import Event, Thread
 
 from tqdm import autonotebook, std
@@ -18,7 +19,7 @@ _IN_NOTEBOOK = autonotebook.tqdm is not std.tqdm
 BAR_FORMAT = "{desc}{n_fmt}/{total_fmt} {bar} <{remaining}{postfix}"
 
 
-class Meter:
+class Meter(AbstractContextManager["Meter"]):
     """Shows on the first rank how much of a total is done, and what is going on.
 
     Without a bar, a line says so about every half minute, whatever the process is busy with. Of
@@ -86,9 +87,6 @@ class Meter:
         self._is_over.set()
         self._bar.close()
         Meter._open.remove(self)
-
-    def __enter__(self) -> Meter:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -62,7 +62,7 @@ class HFTokenizer:
         self.bos_id, self.eos_id = self._hf.bos_token_id, self._hf.eos_token_id
         self._adds_bos = backend.encode("a").ids[:1] == [self.bos_id]
         self._template_kwargs = dict(kwargs)
-        self._template = self._dateless_template()
+        self.template = self._dateless_template()  # empty without one
         self._check_template_kwargs()
         self.special_tokens = self._control_tokens()  # text -> id
         ends = {*_end_ids(model_dir), self.eos_id, self._turn_end()}
@@ -94,7 +94,7 @@ class HFTokenizer:
 
         ``add_generation_prompt`` opens the assistant's turn at the end.
         """
-        if self._template is None:
+        if not self.template:
             raise ValueError(
                 f"chat=True: {self._where} has no chat template, as base models have none. Set "
                 "chat=False for plain text, or put the template into the folder as "
@@ -103,7 +103,7 @@ class HFTokenizer:
         try:
             text = self._hf.apply_chat_template(
                 messages,
-                **self._template_kwargs | {"chat_template": self._template},
+                **self._template_kwargs | {"chat_template": self.template},
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
@@ -115,26 +115,21 @@ class HFTokenizer:
         """Return one whose prompts describe tools, given as JSON schemas."""
         other = copy.copy(self)
         other._template_kwargs = {**self._template_kwargs, "tools": [*tools]}
-        other._template = other._dateless_template()
-        if tools and other._template is not None and "tools" not in other._template:
+        other.template = other._dateless_template()
+        if tools and other.template and "tools" not in other.template:
             raise ValueError(f"tools: the chat template describes no tools. {OTHER_TOOLS}")
         return other
-
-    @property
-    def template(self) -> str:
-        """The text of the chat template, empty without one."""
-        return self._template or ""
 
     @property
     def added_tokens(self) -> list[str]:
         """The texts that are always one token: control tokens, and others such as <think>."""
         return [token.content for token in self._hf.added_tokens_decoder.values()]
 
-    def _dateless_template(self) -> str | None:
-        """Return the template with today's date as a constant."""
+    def _dateless_template(self) -> str:
+        """Return the chat template with today's date as a constant."""
         names = {k: v for k, v in self._template_kwargs.items() if k in ("chat_template", "tools")}
         if self._hf.chat_template is None and "chat_template" not in names:
-            return None
+            return ""
         try:
             template = self._hf.get_chat_template(**names)
         except ValueError as error:
@@ -146,7 +141,7 @@ class HFTokenizer:
         return _NOW.sub(lambda match: json.dumps(_TODAY.strftime(match[2])), template)
 
     def _check_template_kwargs(self) -> None:
-        variables = {*re.findall(r"\w+", self._template or "")} | {"chat_template"}
+        variables = {*re.findall(r"\w+", self.template)} | {"chat_template"}
         for name in self._template_kwargs:
             if name not in variables - {"messages", "add_generation_prompt"}:
                 raise ValueError(
