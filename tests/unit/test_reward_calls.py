@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import math
-import os
 import re
 import signal
 import threading
@@ -439,24 +438,6 @@ def test_the_message_shows_control_characters_and_where(caplog):
     assert all(shown in text and "\x1b" not in text for text in told)
     # What Python would print as it is.
     assert raised.value.__cause__ is None and raised.value.__context__ is None
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_real_interrupt_ends_the_wait_for_a_reward(asynchronous):
-    def sleeps(prompts, completions, **columns):
-        time.sleep(60)
-
-    async def waits(prompts, completions, **columns):
-        await asyncio.sleep(60)
-
-    # A shell has its background jobs ignore SIGINT, and what they start with them.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):  # which is not a failure of the reward
-        score(waits if asynchronous else sleeps)
-    signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - start < 30
 
 
 def test_all_ranks_judge_failures_alike(tmp_path):
