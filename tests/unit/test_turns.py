@@ -38,7 +38,7 @@ CASES = {
     "strings": ("dora", {"stops": (7,), "stop_strings": ("ca", "bf", "nb"), "decode": text_of}),
     "penalty": ("llama", {"repetition_penalty": 1.5, "min_new_tokens": 6}),
     "filters": ("llama", {"temperature": 1.4, "top_k": 20, "top_p": 0.9}),
-    "row_limit": ("lora_output", {"row_limit": 27}),
+    "row_limit": ("lora_output", {"row_limit": 20}),
     "long": ("qwen", {"max_generated_tokens": GroupCache.BLOCK + 9, "stops": (7, 11, 30)}),
 }
 
