@@ -5,6 +5,7 @@ mixed lengths are compared with each row's own log-probs.
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from inspect import signature
 from tempfile import TemporaryDirectory
@@ -60,28 +61,64 @@ SPECIAL = {  # whose kinds of layers are not listed, or whose sizes depend on ea
     "lfm2_moe": _TWO | _EXPERTS | dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
     "mamba2": dict(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_heads=8, head_dim=16)
     | dict(state_size=16, n_groups=1, chunk_size=8),
+    "zamba": _TWO
+    | dict(layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid"], mamba_d_state=16)
+    | dict(num_hidden_layers=5, attention_hidden_size=128, attention_head_dim=32, mamba_dt_rank=4)
+    | dict(n_mamba_heads=2, num_key_value_heads=4),
+    "zamba2": _TWO
+    | dict(layers_block_type=["mamba", "hybrid"], num_mem_blocks=1, mamba_d_state=16, chunk_size=8)
+    | dict(mamba_ngroups=1, n_mamba_heads=8, mamba_headdim=16, attention_head_dim=32)
+    | dict(attention_hidden_size=128, num_key_value_heads=4, use_mem_rope=True),
+    "dbrx": dict(d_model=64, n_heads=4, n_layers=2, max_seq_len=256, vocab_size=300)
+    | dict(attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0))
+    | dict(ffn_config=dict(ffn_hidden_size=96, moe_num_experts=4, moe_top_k=2)),
+    "reformer": dict(vocab_size=300, hidden_size=64, num_attention_heads=4, is_decoder=True)
+    | dict(attn_layers=["local"] * 2, axial_pos_embds=False, local_attn_chunk_length=8)
+    | dict(attention_head_size=16, feed_forward_size=96, max_position_embeddings=256),
+    "longcat_flash": _TWO
+    | dict(num_layers=2, ffn_hidden_size=96, expert_ffn_hidden_size=32, n_routed_experts=4)
+    | dict(zero_expert_num=2, moe_topk=2, q_lora_rank=32, kv_lora_rank=32, head_dim=8)
+    | dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4),
+    "cohere_compass_text": _TWO
+    | dict(layer_types=["sliding_attention", "full_attention"], head_dim=16, sliding_window=8)
+    | dict(
+        rope_parameters=dict.fromkeys(
+            ("sliding_attention", "full_attention"), dict(rope_type="default", rope_theta=1e4)
+        )
+    ),
     "gpt_neo": dict(vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, window_size=8)
     | dict(attention_types=[[["global", "local"], 1]], max_position_embeddings=256),
     "recurrent_gemma": _TWO | dict(num_hidden_layers=3, lru_width=64, attention_window_size=8),
+}
+_SEES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, patch_size=14)
+FURTHER = {  # what others need, too
+    "gemma3": dict(vision_config=_SEES | dict(image_size=28), mm_tokens_per_image=4),
+    "git": dict(vision_config=_SEES | dict(image_size=28)),
+    "got_ocr2": dict(vision_config=_SEES | dict(image_size=56, global_attn_indexes=[0])),
+    "qwen4_exp_text": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16)
+    | dict(indexer_budget=8, indexer_compress_ratio=4),
+    "zaya": dict(num_experts_per_tok=1),
 }
 KNOWN = SPECIAL | {kind: SHAPE | settings for kind, settings in (MODELS | BY_TRANSFORMERS).values()}
 LARGEST = 60e6  # parameters
 # What an outcome holds that is not "transformers"
 _OTHERWISE_SAMPLED = (
     "axk2 bart bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text "
-    "deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 marian mbart moshi mvp "
-    "pegasus plbart recurrent_gemma roberta roberta-prelayernorm roformer rwkv trocr whisper "
-    "xlm-roberta xlm-roberta-xl"
+    "deepseek_v32 deepseek_v4 dots3_note_text git glm_moe_dsa hy_v4 marian mbart moshi mvp "
+    "pegasus plbart recurrent_gemma reformer roberta roberta-prelayernorm roformer rwkv trocr "
+    "whisper xlm-roberta xlm-roberta-xl"
 )
-_NOT_MADE = (  # here: sizes that depend on each other, or cannot be small
-    "blt cohere_compass_text dbrx dots3_note gemma3 gemma3n gemma4_assistant "
-    "gemma4_unified_assistant git got_ocr2 longcat_flash moss_transcribe_diarize musicgen "
-    "musicgen_melody phi4_multimodal qwen4_exp qwen4_exp_text reformer zamba zamba2 zaya"
-)
+_NOT_MADE = {  # and why
+    **dict.fromkeys(("blt", "moss_transcribe_diarize", "phi4_multimodal"), "too large"),  # in parts
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "no attribute 'dropout'"),  # of sounds
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "cache|per_layer_input"),
+    "dots3_note": "vision adapter output width",
+    "gemma3n": "requires the timm library",
+}
 EXPECTED = {
     **dict.fromkeys({kind for kind, _ in MODELS.values()}, "torchtune"),
     **dict.fromkeys(_OTHERWISE_SAMPLED.split(), "cannot be trained: the log-probs of its samples"),
-    **dict.fromkeys(_NOT_MADE.split(), "not made"),
+    **{kind: f"not made: .*({why})" for kind, why in _NOT_MADE.items()},
     **dict.fromkeys(("cpmant", "prophetnet", "xlm", "xlnet", "xlstm", "xmod"), "refused: model: "),
     **dict.fromkeys(("emu3", "mllama"), "refused: model_dir=: transformers cannot build a causal"),
 }
@@ -95,9 +132,10 @@ def small_config(kind):
     default = known().to_dict()
     given = sizes(known, default)
     if isinstance(text := default.get("text_config"), Mapping):
-        kind = text["model_type"]
-        given["text_config"] = {"model_type": kind} | sizes(CONFIG_MAPPING[kind], text)
-    return known(**given)
+        of = text["model_type"]
+        text = {"model_type": of} | sizes(CONFIG_MAPPING[of], text) | FURTHER.get(of, {})
+        given["text_config"] = text
+    return known(**given | FURTHER.get(kind, {}))
 
 
 def sizes(known, default):
@@ -133,7 +171,7 @@ def outcome(kind):
                     parameter.copy_(noise * parameter.shape[-1] ** -0.5)
             theirs.save_pretrained(folder)
         except Exception as error:
-            return f"not made: {type(error).__name__}"
+            return f"not made: {' '.join(str(error).split())}"
         try:
             return trained(folder)
         except ValueError as error:
@@ -168,4 +206,4 @@ def trained(folder):
 @pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_a_type_is_trained_or_refused_in_one_line(kind):
     found, expected = outcome(kind), EXPECTED.get(kind)
-    assert found == "transformers" if expected is None else expected in found, found
+    assert re.search(expected or "^transformers$", found), found

@@ -229,6 +229,8 @@ def test_what_is_no_causal_decoder_is_refused_by_one_line(tmp_path):
         lora_hf_model(str(folder), lora_attn_modules=["q_proj"])
     with pytest.raises(ValueError, match="lora_modules=.'w1'.*k_proj, o_proj, q_proj, v_proj"):
         transformers_model(str(folder), lora_rank=4, lora_modules=["w1"])
+    with pytest.raises(ValueError, match="q_proj, v_proj. Experts, .* can have no adapters"):
+        transformers_model(str(folder), lora_rank=4, lora_modules=["q_proj", "gate_up_proj"])
     file = folder / "config.json"
     settings = json.loads(file.read_text())
     for change, why in (

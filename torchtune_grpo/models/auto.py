@@ -63,12 +63,14 @@ def transformers_model(
         return model
     linear = lora_linear(lora_rank, lora_alpha, use_dora, dropout=lora_dropout)
     names = dict(model.linear_modules())
-    chosen = [n for n in names if lora_modules is None or n.rpartition(".")[2] in lora_modules]
-    if not chosen:
-        known = sorted({name.rpartition(".")[2] for name in names})
+    known = {name.rpartition(".")[2] for name in names}
+    wanted = known if lora_modules is None else {*lora_modules}
+    chosen = [name for name in names if name.rpartition(".")[2] in wanted]
+    if not (chosen and wanted <= known):
         raise ValueError(
             f"lora_modules={lora_modules and [*lora_modules]}: the model's layers have the linear "
-            f"modules {', '.join(known) or 'none'}."
+            f"modules {', '.join(sorted(known)) or 'none'}. Experts, one tensor for all, can have "
+            "no adapters, which would be multiplied out in each pass; full fine-tuning trains them."
         )
     for name in chosen:
         outputs, inputs = names[name].weight.shape
@@ -229,8 +231,9 @@ def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
         ) from error
     for module in model.modules():
         # Nemotron H and Zamba 2 bound time steps otherwise than their configs, but in one token.
-        if limit := hasattr(module, "time_step_limit") and getattr(text, "time_step_limit", None):
-            module.time_step_limit = tuple(limit)
+        if hasattr(module, "time_step_limit"):
+            limit = getattr(text, "time_step_limit", None)
+            module.time_step_limit = tuple(limit or (0.0, float("inf")))
     exact = model._get_dtype_plan(dtype)
     for name, parameter in model.named_parameters():
         if any(part in name.split(".") for part in exact):
