@@ -4,16 +4,7 @@ import json
 import signal
 
 import pytest
-from runs import (
-    NO_EVALUATION,
-    RECIPE,
-    completions,
-    prompts,
-    run_ranks,
-    steps_of,
-    tune,
-    untimed,
-)
+from runs import NO_EVALUATION, RECIPE, completions, prompts, run_ranks, steps_of, tune, untimed
 from runs import run as run_command
 
 from torchtune_grpo.checkpoint.folder import checkpoint_folder

@@ -60,16 +60,9 @@ def settings(folder: Path, *more: str) -> list[str]:
     folder.mkdir()
     fork(folder)
     (folder / "my_rewards.py").write_text(REWARDS)
-    return [
-        *tiny_overrides(LORA, folder),
-        "rewards=[{_component_: my_rewards.reward_letters}]",
-        "loss=my_loss.WeightedLoss",
-        *NO_EVALUATION,
-        *SGD,
-        "grpo_samples=6",
-        "seed=2",
-        *more,
-    ]
+    own = ["rewards=[my_rewards.reward_letters]", "loss=my_loss.WeightedLoss"]
+    own += ["grpo_samples=6", "seed=2"]
+    return [*tiny_overrides(LORA, folder), *NO_EVALUATION, *SGD, *own, *more]
 
 
 @pytest.mark.slow

@@ -73,17 +73,6 @@ async def waits(prompts, completions, completion_ids, answer, trainer_state, log
     log_metric("tokens", len(completion_ids[0]))
     return [float(trainer_state.global_step + len(completion_ids[0]))]
 
-SLOTS = asyncio.Semaphore(1)
-
-async def shares(prompts, completions, **columns):
-    async def wait():
-        async with SLOTS: await asyncio.sleep(0.01)
-    await asyncio.gather(wait(), wait())
-    if completions == ["exit"]: await asyncio.create_task(leaves())
-    return [1.0]
-
-async def leaves(): sys.exit(3)
-
 def scaled(prompts, completions, factor, **columns):
     return [factor * float(completions[0])]
 
@@ -259,12 +248,6 @@ def test_async_rewards_columns_and_notes_in_a_process(make):
     assert scores.total.tolist() == [12, 11]
     assert scores.extra == {"seen": [{"any": "thing"}, [7]]}  # JSON has no sets
     assert scores.metrics == [("waits/tokens", 2.0), ("waits/tokens", 1.0)]
-
-
-def test_what_an_async_reward_makes_serves_its_next_calls(make):
-    """Also after one that ends its event loop."""
-    scores = score(make("shares", workers=1, timeout=5), "1", "exit", "2")
-    assert scores.failed[:, 0].tolist() == [False, True, False]
 
 
 DRAWS = """
