@@ -19,6 +19,7 @@ from gguf import (
 )
 from hf_models import hf_folder
 from runs import run
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -159,6 +160,38 @@ def test_the_tokenizer_is_that_of_the_file(tmp_path, pre):
     assert (folder / "config.json").read_text() == "{}"
 
 
+def test_sentencepieces_tokens_are_those_of_the_file(tmp_path):
+    lines = Path(__file__).read_text().splitlines()
+    rules = dict(add_dummy_prefix=False, remove_extra_whitespaces=False, byte_fallback=True)
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=500,
+        normalization_rule_name="identity",
+        **rules,
+    )
+    pieces = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    numbers = range(pieces.get_piece_size())
+    file = GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    for key in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count"):
+        file.add_uint32(f"gemma3.{key}", 8)
+    file.add_tokenizer_model("llama")
+    file.add_add_space_prefix(False)
+    file.add_token_list([pieces.id_to_piece(number) for number in numbers])
+    file.add_token_scores([pieces.get_score(number) for number in numbers])
+    file.add_token_types(
+        [3 if pieces.is_control(n) else 6 if pieces.is_byte(n) else 1 for n in numbers]
+    )
+    file.add_bos_token_id(pieces.bos_id())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.close()
+    made = gguf._File(tmp_path / "model.gguf").tokenizer()
+    for text in [TEXT.replace(END, ""), *lines]:
+        assert made(text).input_ids == [pieces.bos_id(), *pieces.encode(text)]
+
+
 def test_one_matrix_that_was_quantized_twice_has_the_outputs_values(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64}  # quantized in blocks of 32
     source = hf_folder("qwen2", tmp_path / "model", **sizes)
@@ -181,7 +214,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         SCALED,
         "for qwen2 with qwen2.rope.scaling.factor.*config.json",
     ),
-    "weights that are not read": ("llama3", {}, "does not read all of its weights.*config.json"),
+    "weights that are not read": (
+        "llama3",
+        {},
+        "does not read these weights and no others.*config.json",
+    ),
     "an unknown cut": ("qwen2", {"pre": "tekken"}, r"pre tekken.*tokenizer.json"),
     "a prefix": ("llama2", {"tokenizer": "llama"}, r"model llama, .* None\).*tokenizer.json"),
     "a type's own cut": ("qwen2", {"pre": "gpt-2"}, "ggml.pre is not that of its arch"),
@@ -235,6 +272,11 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
     (folder / "other.gguf").replace(folder / "model.gguf")
     with pytest.raises(ValueError, match=f"^{folder}/model.gguf: "):
         gguf.complete(folder)
+    (folder / ".gguf.lock").unlink()
+    (folder / ".gguf.lock").mkdir()
+    with pytest.raises(ValueError, match=f"^model_dir={folder}, .* could not be written: Is a dir"):
+        gguf.complete(folder)
+    (folder / ".gguf.lock").rmdir()
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"^{folder}/model.gguf: needs `pip install gguf acc"):
         gguf.complete(folder)

@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from tokenizers.processors import TemplateProcessing
 from torchtune.utils import get_logger
 
-from torchtune_grpo.config.text import describe, shortened
+from torchtune_grpo.config.text import describe, naming, shortened
 from torchtune_grpo.models.tokenizer import only_errors
 
 _log = get_logger("INFO")
@@ -68,20 +68,14 @@ def complete(folder: Path) -> None:
     if others:
         raise ValueError(f"model_dir={folder}: holds {len(others) + 1} GGUFs; leave one there.")
     work = folder / ".gguf.part"
-    try:
-        with FileLock(folder / ".gguf.lock"):
-            if awaits_conversion(folder):
-                shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
-                convert(gguf, work, given=folder)
-                for file in sorted(work.iterdir(), key=lambda file: "safetensors" in file.name):
-                    if not (folder / file.name).exists():
-                        file.rename(folder / file.name)
-                shutil.rmtree(work)
-    except OSError as error:
-        raise ValueError(
-            f"model_dir={folder}: what {gguf.name} holds could not be written beside it: "
-            f"{describe(error)}. Copy it to a folder of your own, with room for weights in bf16."
-        ) from error
+    with naming(f"model_dir={folder}, where weights in bf16 go"), FileLock(folder / ".gguf.lock"):
+        if awaits_conversion(folder):
+            shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
+            convert(gguf, work, given=folder)
+            for file in sorted(work.iterdir(), key=lambda file: "safetensors" in file.name):
+                if not (folder / file.name).exists():
+                    file.rename(folder / file.name)
+            shutil.rmtree(work)
 
 
 def check_packages(what: str) -> None:
@@ -117,9 +111,9 @@ def convert(
             if tokenizer is not None:
                 tokenizer.model_max_length = model.config.max_position_embeddings
                 _write_tokenizer(tokenizer, folder)
-    except OSError:
-        raise
     except Exception as error:  # of any type: the file may hold anything
+        if getattr(error, "errno", None):  # the system's
+            raise
         said = shortened(describe(error).removeprefix("ValueError: "), 300)
         raise ValueError(f"{gguf}: {said}") from error
     for path in folder.iterdir():
@@ -198,18 +192,14 @@ class _File:
         is_tied, has_head = config.tie_word_embeddings, "output.weight" in sizes
         if has_head:
             config.tie_word_embeddings = False  # both are read
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **self._where, config=config, dtype=dtype, output_loading_info=True
-        )
-        model, told = loaded
-        if missing := told["missing_keys"]:
-            raise ValueError(f"it lacks {min(missing)}.")
+        where = {**self._where, "config": config, "dtype": dtype}
+        model: Any = AutoModelForCausalLM.from_pretrained(**where)
         # A config has the scaled rotations that a GGUF has beside the weights.
         held = [n for name, n in sizes.items() if given is None or not name.startswith("rope_")]
         if sum(held) != sum(parameter.numel() for parameter in model.parameters()):
             raise ValueError(
-                "transformers does not read all of its weights (scaled rotations, for instance, as "
-                "rope_freqs.weight); put the model's config.json beside it."
+                "transformers does not read these weights and no others (rope_freqs.weight, for "
+                "instance, are scaled rotations); put the model's config.json beside it."
             )
         model.hf_quantizer = None  # with which it could not be saved
         del model.config.quantization_config
