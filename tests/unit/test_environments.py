@@ -64,11 +64,8 @@ def qwen(tmp_path_factory):
 
 
 def test_trl_tools(qwen):
-    rows, _ = play(
-        qwen,
-        [[call("multiply", a=6, b=7) + call("async_add", a=1, b=2) + END, "It is 42." + END]],
-        tools=[multiply, async_add],
-    )
+    calls = call("multiply", a=6, b=7) + call("async_add", a=1, b=2)
+    rows, _ = play(qwen, [[calls + END, "It is 42." + END]], tools=[multiply, async_add])
     (talk,) = rows.completions
     results = [turn["content"] for turn in talk.messages if turn["role"] == "tool"]
     assert (results, talk.text, talk.ended) == (["42", "3"], "It is 42.", "answered")
@@ -77,9 +74,8 @@ def test_trl_tools(qwen):
 
 def test_a_malformed_call_gets_an_error_beside_the_results_of_good_ones(qwen):
     good, bad = call("multiply", a="6", b=7), '<tool_call>\n{"name": "mul</tool_call>'
-    rows, _ = play(
-        qwen, [[good + bad + good + END, bad + END, "Done." + END]], tools=[multiply], max_turns=3
-    )
+    script = [good + bad + good + END, bad + END, "Done." + END]
+    rows, _ = play(qwen, [script], tools=[multiply], max_turns=3)
     (talk,) = rows.completions
     replies = [turn["content"] for turn in talk.messages if turn["role"] == "tool"]
     error = str({"error": MALFORMED})
@@ -96,9 +92,8 @@ def test_a_malformed_call_gets_an_error_beside_the_results_of_good_ones(qwen):
 def test_results_are_written_as_python_writes_them(qwen):
     """As a search or a database returns them; only what chat templates know as parts is joined."""
     names = ["rows", "kinds", "none", "parts", "picture", "nothing", "huge", "exit"]
-    rows, _ = play(
-        qwen, [[call("find", what=name) + END, "." + END] for name in names], tools=[find]
-    )
+    scripts = [[call("find", what=name) + END, "." + END] for name in names]
+    rows, _ = play(qwen, scripts, tools=[find])
     ends = [talk.ended for talk in rows.completions]
     assert ends == ["answered"] * 6 + ["context", "tool_failed"]
     *written, parts, picture, error = [talk.messages[1]["content"] for talk in rows.completions[:6]]
@@ -112,24 +107,13 @@ def test_trl_environment_whose_reset_adds_to_the_prompt(qwen):
         return [environment.reward for environment in environments]
 
     data = [{"prompt": [{"role": "user", "content": "Play."}], "secret": "crane"}]
-    rows, scores = play(
-        qwen,
-        [
-            [
-                call("guess", guess="[stare]") + END,
-                call("guess", guess="[crane]") + END,
-                "Yes" + END,
-            ],
-            [call("guess", guess="[stare]") + END, call("guess", word="x") + END, "No" + END],
-        ],
-        rows=data,
-        objects={None: WordleEnv},
-        rewards=[Reward("reward_func", reward_func)],
-    )
+    stare, crane = (call("guess", guess=f"[{word}]") + END for word in ("stare", "crane"))
+    scripts = [[stare, crane, "Yes" + END], [stare, call("guess", word="x") + END, "No" + END]]
+    rewards = [Reward("reward_func", reward_func)]
+    rows, scores = play(qwen, scripts, rows=data, objects={None: WordleEnv}, rewards=rewards)
     assert scores.of("reward_func").tolist() == [1, 0]
-    assert "Play. Guess the word.<|im_end|>" in qwen.decode(
-        rows.tokens[0].tolist(), skip_special_tokens=False
-    )
+    text = qwen.decode(rows.tokens[0].tolist(), skip_special_tokens=False)
+    assert "Play. Guess the word.<|im_end|>" in text
     assert rows.prompts[0].text == "Play. Guess the word."
     error = rows.completions[1].messages[3]["content"]
     assert error.startswith("{'error': \"") and "unexpected keyword argument 'word'" in error
@@ -141,15 +125,8 @@ def test_trl_environments_by_name_with_rewards_of_their_own(qwen):
         {"prompt": prompt, "environment": "echo", "secret": ""},
         {"prompt": prompt, "environment": "wordle", "secret": "crane"},
     ]
-    rows, scores = play(
-        qwen,
-        [
-            [call("echo", message="hello") + END, "." + END],
-            [call("echo", message="x") + END, "." + END],
-        ],
-        rows=data,
-        objects={"echo": EchoEnv, "wordle": WordleEnv},
-    )
+    scripts = [[call("echo", message=text) + END, "." + END] for text in ("hello", "x")]
+    rows, scores = play(qwen, scripts, rows=data, objects={"echo": EchoEnv, "wordle": WordleEnv})
     echo = scores.of("EchoEnv").tolist()
     assert echo[0] == pytest.approx(0.5) and echo[1] != echo[1]  # NaN: it is not of this one
     texts = [qwen.decode(row, skip_special_tokens=False) for row in rows.tokens.tolist()]
@@ -167,10 +144,8 @@ def test_tokens_and_masks_are_those_of_trl(name, tmp_path):
     first = call("multiply", a="6", b=7)
     second = "<think>\nhm\n</think>\n\n" + call("multiply", a=1)
     if name == "llama3_2":
-        first, second = (
-            '{"name": "multiply", "parameters": {"a": "6", "b": 7}}',
-            '{"name": "multiply", "parameters": {"a": 1}}',
-        )
+        first = '{"name": "multiply", "parameters": {"a": "6", "b": 7}}'
+        second = '{"name": "multiply", "parameters": {"a": 1}}'
     script = [first + END, second + END, "42" + END]
     rows, _ = play(ours, [script], tools=[multiply])
 
@@ -220,25 +195,18 @@ def test_tokens_and_masks_are_those_of_trl(name, tmp_path):
 @pytest.mark.parametrize("kind", [GuessTuple, GuessGym, GuessObject, GuessMapping])
 def test_forms_of_step(kind, tmp_path):
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2")))
-    rows, scores = play(
-        tokenizer,
-        [["5" + END, "7" + END], ["5" + END, "6" + END]],
-        rows=[{"prompt": "Guess.", "secret": 7}],
-        objects={None: kind},
-        max_turns=2,
-    )
+    scripts = [["5" + END, "7" + END], ["5" + END, "6" + END]]
+    data = [{"prompt": "Guess.", "secret": 7}]
+    rows, scores = play(tokenizer, scripts, rows=data, objects={None: kind}, max_turns=2)
     assert scores.of(kind.__name__).tolist() == [1, 0]
     assert [talk.ended for talk in rows.completions] == ["done", "max_turns"]
     response = rows.tokens[0, rows.prompt_lengths[0] :][: rows.response_lengths[0]]
-    text = tokenizer.decode(response.tolist(), skip_special_tokens=False)
-    assert (
-        text
-        == "5<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n7<|im_end|>"
+    whole, said = (
+        tokenizer.decode(ids, skip_special_tokens=False)
+        for ids in (response.tolist(), rows.completion_ids[0])
     )
-    assert (
-        tokenizer.decode(rows.completion_ids[0], skip_special_tokens=False)
-        == "5<|im_end|>7<|im_end|>"
-    )
+    between = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+    assert (whole, said) == (f"5<|im_end|>{between}7<|im_end|>", "5<|im_end|>7<|im_end|>")
 
 
 def test_calls_that_are_made_are_counted_where_there_are_tools(qwen, tmp_path):
@@ -275,13 +243,10 @@ def test_an_evaluation_has_only_so_many_processes_at_once(tmp_path, monkeypatch)
     kinds = make_kinds(cfg.environment, [])
     rows = [{"prompt": [{"role": "user", "content": "Guess."}], "answer": n} for n in "787"]
     data = RLDataset(tokenizer, rows=rows)
-    environment = make_environment(
-        kinds, cfg.environment, encoder=data.encoder, tokenizer=tokenizer, context=8000
-    )
-    rewards = RewardSet.from_config(environment_rewards(kinds))
-    measure = evaluator.Evaluator(
-        cfg, data, tokenizer=tokenizer, rewards=rewards, environment=environment
-    )
+    parts = {"tokenizer": tokenizer, "context": 8000}
+    environment = make_environment(kinds, cfg.environment, encoder=data.encoder, **parts)
+    parts = {"rewards": RewardSet.from_config(environment_rewards(kinds)), "tokenizer": tokenizer}
+    measure = evaluator.Evaluator(cfg, data, environment=environment, **parts)
     engine = ScriptedEngine(tokenizer, [["7" + END, "8" + END]] * 4)
     found = measure(engine).answered
     assert [request.num_rows for request in engine.asked] == [3, 4, 2]
@@ -384,17 +349,13 @@ def test_the_calculator_of_the_shipped_config(qwen):
     cfg = load_config("smollm2_calculator_grpo")
     prompt = cfg.dataset.prompt_template.replace("{prompt}", "What is 312 * 405?")
     assert cfg.sampling.stop_strings[0] == ")" and cfg.dataset.chat is False
-    rows, scores = play(
-        qwen,
-        [
-            ["\ncalc(312 * 405)", " The answer is 126360.\n\n"],
-            ["\ncalc(312, 405)", " The answer is 717.\n\n"],
-            ["\nThe answer is 12636." + END],
-        ],
-        rows=[{"prompt": prompt, "answer": "126360"}],
-        chat=False,
-        **OmegaConf.to_object(cfg.environment),
-    )
+    scripts = [
+        ["\ncalc(312 * 405)", " The answer is 126360.\n\n"],
+        ["\ncalc(312, 405)", " The answer is 717.\n\n"],
+        ["\nThe answer is 12636." + END],
+    ]
+    data, settings = [{"prompt": prompt, "answer": "126360"}], OmegaConf.to_object(cfg.environment)
+    rows, scores = play(qwen, scripts, rows=data, chat=False, **settings)
     assert scores.of("Calculator").tolist() == [1, 0, 0]
     assert rows.completions[0].text == "\ncalc(312 * 405) = 126360. The answer is 126360.\n\n"
     assert qwen.decode(rows.completion_ids[0]) == "\ncalc(312 * 405) The answer is 126360.\n\n"
@@ -402,13 +363,10 @@ def test_the_calculator_of_the_shipped_config(qwen):
 
 
 def test_the_game_of_guessing(tmp_path):
-    rows, scores = play(
-        hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2"))),
-        [["5" + END, "7" + END], ["7" + END], ["?" + END], ["9" + END] * 9],
-        rows=[{"prompt": "Guess.", "answer": "7"}],
-        objects={None: GuessNumber},
-        max_turns=5,
-    )
+    tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, "smollm2")))
+    scripts = [["5" + END, "7" + END], ["7" + END], ["?" + END], ["9" + END] * 9]
+    data = [{"prompt": "Guess.", "answer": "7"}]
+    rows, scores = play(tokenizer, scripts, rows=data, objects={None: GuessNumber}, max_turns=5)
     assert scores.of("GuessNumber").tolist() == pytest.approx([0.9, 1, 0, 0])
     assert [talk.ended for talk in rows.completions] == ["done", "done", "done", "max_turns"]
     assert rows.completions[0].messages[1]["content"] == "higher"
