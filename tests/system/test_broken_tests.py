@@ -92,20 +92,14 @@ RIGHT = "def f(x): return x\ndef g(x): return x * x\nLIMIT = 3\n"
 # What a completion may have in place of `g`, apart from a function that is right.
 _ODD = "class A{}:\n  {}\ng = A({})"
 _CLASS = "@property\n  def __class__(self): {}"
-_RAISED = (
-    "ValueError KeyError ImportError NameError SyntaxError AssertionError SystemExit MemoryError"
-)
+_VALUES = ("None", "4", "'g'", "[4]", "{2: 4}", "object()", "int", "ImportError", "SystemExit")
+_RAISED = "ValueError KeyError ImportError NameError SyntaxError AssertionError SystemExit".split()
+_RAISED.append("MemoryError")
 BLAMES = {
     "nothing": "",
-    **{
-        f"value {text}": f"g = {text}" for text in ("None", "4", "'g'", "[4]", "{2: 4}", "object()")
-    },
-    **{f"type {name}": f"g = {name}" for name in ("int", "ImportError", "SystemExit")},
-    **{
-        f"class raises {e}": _ODD.format("", _CLASS.format(f"raise {e}"), "")
-        for e in _RAISED.split()
-    },
-    **{f"raises {e}": f"def g(x): raise {e}('g')" for e in _RAISED.split()},
+    **{f"value {text}": f"g = {text}" for text in _VALUES},
+    **{f"class raises {e}": _ODD.format("", _CLASS.format(f"raise {e}"), "") for e in _RAISED},
+    **{f"raises {e}": f"def g(x): raise {e}('g')" for e in _RAISED},
     "class lies": _ODD.format("", "__class__ = str", ""),
     "class dies": "import os\n" + _ODD.format("", _CLASS.format("os._exit(0)"), ""),
     "class calls itself": _ODD.format("", _CLASS.format("return self.__class__"), ""),
@@ -136,7 +130,7 @@ MESSAGES = [
     {"value": 1, "changed": [[0, ["list"]]]}, {"value": 1, "changed": [[0, 1, 2]]},
     {"value": 1, "printed": [1]}, {"value": 1, "printed": "\udc80"}, {"ready": True, "value": 1},
     {"error": ["UnicodeDecodeError", "x", ["list", ["bytearray", 10**12]]]}, {"error": ["x"]},
-    *({"error": [name, "g", None]} for name in _RAISED.split()), {"error": 5}, {}, None,
+    *({"error": [name, "g", None]} for name in _RAISED), {"error": 5}, {}, None,
     b"[" + b"[]," * 10**6 + b"1]", b"[" * 10**6, b"1" * 10**6, b"{",
 ]  # fmt: skip
 
@@ -295,9 +289,8 @@ def test_tests_are_read_in_many_threads_at_once():
         time.sleep(1e-4)
 
     thresholds = gc.get_threshold()
-    test = "".join(
-        f"assert solve([[{n}, [2, {n} * 4]]]) == [1, [2, [3, [{n}]]]]\n" for n in range(30)
-    )
+    line = "assert solve([[{0}, [2, {0} * 4]]]) == [1, [2, [3, [{0}]]]]\n"
+    test = "".join(line.format(n) for n in range(30))
     gc.callbacks.append(give_way)
     gc.set_threshold(50)
     try:

@@ -4,12 +4,14 @@ import base64
 import json
 import pickle
 import zlib
+from textwrap import indent
 
 import pytest
 
 from torchtune_grpo.rewards import ProgramReward, Reward, RewardSet
 
 DOUBLE = "n = int(input())\nfor _ in range(n):\n    print(2 * int(input()))"
+MAIN = "def main():\n" + indent(DOUBLE, "    ") + "\n"
 TESTS = {"inputs": ["2\n3\n4\n", "1\n-5"], "outputs": ["6\n8\n", "-10"]}
 PROGRAMS = {
     "input": DOUBLE,
@@ -20,12 +22,9 @@ PROGRAMS = {
     "sys.stdout.buffer.write(b'\\n'.join(b'%d' % (2 * int(x)) for x in xs))",
     "open(0)": "_, *xs = map(int, open(0).read().split())\nprint(*[2 * x for x in xs], sep='\\n')",
     "os.read": "import os\n_, *xs = map(int, os.read(0, 99).split())\nfor x in xs: print(2 * x)",
-    "main": "def main():\n"
-    + "".join(f"    {line}\n" for line in DOUBLE.split("\n"))
-    + "if __name__ == '__main__':\n    main()",
-    "thread": "import sys, threading\nsys.setrecursionlimit(10**6)\ndef main():\n"
-    + "".join(f"    {line}\n" for line in DOUBLE.split("\n"))
-    + "threading.Thread(target=main).start()",
+    "main": f"{MAIN}if __name__ == '__main__':\n    main()",
+    "thread": f"import sys, threading\nsys.setrecursionlimit(10**6)\n{MAIN}"
+    "threading.Thread(target=main).start()",
     "exit": f"{DOUBLE}\nexit()",
     "return code": f"import sys\n{DOUBLE}\nsys.exit(0)",
     "a global": "count = 0\ndef read():\n    global count\n    count += 1\n"
@@ -88,9 +87,8 @@ def score():
     rewards = {p: ProgramReward(timeout=1.5, partial=p) for p in (False, True)}
 
     def run(programs, tests=TESTS, *, partial=False, **columns):
-        given = {
-            name: [value] * len(programs) for name, value in {"tests": tests, **columns}.items()
-        }
+        columns["tests"] = tests
+        given = {name: [value] * len(programs) for name, value in columns.items()}
         texts = [f"```python\n{program}\n```" for program in programs]
         return rewards[partial]([""] * len(programs), texts, **given)
 

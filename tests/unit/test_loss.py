@@ -73,13 +73,11 @@ def test_the_gate_is_shut_by_another_rank(monkeypatch):
 def test_max_rl_refuses_a_negative_reward_on_every_rank(monkeypatch):
     """One that this rank has, or another."""
     options = dict(group_size=2, normalization="max_rl")
-    with pytest.raises(
-        ValueError, match="objective.advantage=max_rl: .* reward -0.5, .* set it to group"
-    ):
+    said = "objective.advantage=max_rl: .* reward -0.5, .* set it to group"
+    with pytest.raises(ValueError, match=said):
         group_advantages(torch.tensor([1.0, -0.5]), **options)
-    monkeypatch.setattr(
-        "torchtune_grpo.advantages.gather_over_ranks", lambda lowest: [lowest, -2.0]
-    )
+    gather = "torchtune_grpo.advantages.gather_over_ranks"
+    monkeypatch.setattr(gather, lambda lowest: [lowest, -2.0])
     with pytest.raises(ValueError, match="objective.advantage=max_rl: .* reward -2, "):
         group_advantages(torch.tensor([1.0, 0.0]), **options)
 

@@ -36,10 +36,11 @@ def test_rows_have_the_columns_of_all_and_the_name_of_theirs():
     assert dataset[4]["columns"] == {"answer": "5", "word": None, "dataset": "addition"}
     assert dataset[5]["columns"] == {"answer": None, "word": "a", "dataset": "words"}
     assert first_prompts(dataset) == {(*b"spell it",), *((*b"%d + 1?" % n,) for n in range(5))}
-    faults = {6: "odd"}
-    dataset.check(
-        lambda items: {i: faults.get(each["index"]) for i, each in enumerate(items)}, where="data"
-    )
+
+    def check(items):
+        return {i: "odd" if each["index"] == 6 else None for i, each in enumerate(items)}
+
+    dataset.check(check, where="data")
     assert [item["columns"]["word"] for item in dataset][5:] == ["a", "c"]
     assert [item["index"] for item in dataset] == [*range(7)]
     assert dataset.item("2?", 0)["tokens"] == [*b"2?"] and dataset.alike(rows=[{"prompt": "x"}])
@@ -122,10 +123,7 @@ def test_rounds_and_resumed_runs_go_on_with_the_same_prompts(tmp_path, rest):
         ({"a": ADDITION | {"num_samples": "x"}}, r"^dataset\.datasets\.a\.num_samples='x': should"),
         ({"a": ADDITION | {"rows": []}}, r"^dataset\.datasets\.a\.rows: there are no rows"),
         ({"a": ADDITION, "b": WORDS | {"prefill": "<"}}, r"datasets\.b: has prefill='<', chat=Fa"),
-        (
-            {"a": ADDITION | {"columns": {"dataset": "answer"}}},
-            r"datasets: their names are the column 'dataset', which some rows have",
-        ),
+        ({"a": ADDITION | {"columns": {"dataset": "answer"}}}, "names are the column 'dataset', w"),
     ],
 )
 def test_what_cannot_be_mixed_is_named(datasets, message):
@@ -186,21 +184,22 @@ def only(node, dataset, **more):
     return {**node, "name": "right", "only": {"dataset": dataset}, **more}
 
 
+def short(dataset):
+    return only(SHORT, dataset, name="short", weight=1.5)
+
+
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
         ([only(MATH, "words")], "reward 'right' needs the column 'answer', but dataset has"),
         ([only(MATH, "sum")], r"'right' has only={'dataset': 'sum'}, but no row of dataset has"),
-        (
-            [{**MATH, "only": {"datset": "sums"}}],
-            "has only={'datset': 'sums'}, but dataset has .*Did you mean dataset?",
-        ),
+        ([{**MATH, "only": {"datset": "sums"}}], "only={'datset': 'sums'}, .* you mean dataset?"),
         ([only(MATH, "sums"), only(MATH, "words", weight=2)], r"rewards\[1\].name='right': used"),
         ([only(MATH, "sums"), only(CODE, "sums")], r"rewards\[1\].name='right': used twice; give"),
         ([only(MATH, "sums"), {**MATH, "name": "right"}], r"rewards\[1\].name='right': used twice"),
         (
-            [only(MATH, "sums"), only(SHORT, "sums", name="short", weight=1.5)],
-            "rewards: together short 1.5 can outweigh what makes a right answer better",
+            [only(MATH, "sums"), short("sums")],
+            "rewards: together short 1.5 can outweigh what makes",
         ),
     ],
 )
@@ -211,7 +210,7 @@ def test_a_reward_that_scores_no_row_or_the_rows_of_another_is_named(nodes, mess
 
 
 def test_shaping_outweighs_nothing_where_it_does_not_score():
-    RewardSet.from_config([only(MATH, "sums"), only(SHORT, "words", name="short", weight=1.5)])
+    RewardSet.from_config([only(MATH, "sums"), short("words")])
 
 
 def test_an_async_reward_and_one_without_rows_score_their_own():
