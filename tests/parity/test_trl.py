@@ -48,9 +48,8 @@ def make_trainer(folder: Path, reward=None, **options) -> GRPOTrainer:
     vocab = {f"w{i}": i for i in range(VOCAB)}
     words = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="w1", pad_token="w2", unk_token="w0"
-    )
+    special = {"eos_token": "w1", "pad_token": "w2", "unk_token": "w0"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     args = GRPOConfig(
         output_dir=str(folder / "out"),
         use_cpu=True,
@@ -108,12 +107,9 @@ def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
     model.load_state_dict(hf_to_tune(state, **HEADS, dim=TINY["embed_dim"]), strict=False)
     attend_in_segments(model)
     packs = [row // GROUP for row in range(len(RESPONSES))]
-    logprobs, entropy = response_logprobs(
-        model,
-        packed_layout(rows, packs),
-        temperature=TEMPERATURE,
-        entropy="gradient" if loss.needs_entropy_gradient else "value",
-    )
+    options = {"entropy": "gradient" if loss.needs_entropy_gradient else "value"}
+    options |= {"temperature": TEMPERATURE}
+    logprobs, entropy = response_logprobs(model, packed_layout(rows, packs), **options)
     weights = loss.weights(
         rows.response_mask,
         prompt_indices=rows.prompt_indices,
@@ -121,14 +117,8 @@ def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
         num_tokens=int(rows.response_mask.sum()),
         max_generated_tokens=LIMIT,
     )
-    output = loss(
-        logprobs=logprobs,
-        advantages=rows.advantages,
-        weights=weights,
-        response_mask=rows.response_mask,
-        entropy=entropy,
-        **extra,
-    )
+    extra |= {"advantages": rows.advantages, "response_mask": rows.response_mask}
+    output = loss(logprobs=logprobs, weights=weights, entropy=entropy, **extra)
     output.loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return output.loss.detach(), tune_to_hf(grads, **HEADS, dim=TINY["embed_dim"])
@@ -162,9 +152,8 @@ def compare(folder: Path, trl_options: dict, loss: GRPOLoss, *, on_policy: bool 
     inputs = trl_inputs(rows)
     generator = torch.Generator().manual_seed(4)
     noise = torch.randn(2, *rows.response_mask.shape, generator=generator) * 0.3
-    both = [
-        torch.cat([inputs[f"prompt_{k}"], inputs[f"completion_{k}"]], 1) for k in ("ids", "mask")
-    ]
+    parts = ("prompt", "completion")
+    both = [torch.cat([inputs[f"{part}_{k}"] for part in parts], 1) for k in ("ids", "mask")]
     with torch.no_grad():
         current, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, *both, LIMIT)
     old = None if on_policy else current + noise[0]
@@ -238,14 +227,12 @@ def test_advantages(folder, num_rewards, options):
     output = trainer._generate_and_score_completions(prompts)
     scores = torch.tensor([[NAN if v is None else v for v in column] for column in seen]).T
     assert scores.shape == (2 * GROUP, num_rewards)
-    expected = reward_advantages(
-        scores[:, 0],
-        scores,
-        torch.tensor(weights),
-        group_size=GROUP,
-        normalization=options.get("scale_rewards", "group"),
-        aggregation=options.get("multi_objective_aggregation", "sum_then_normalize"),
-    )
+    ours = {
+        "normalization": options.get("scale_rewards", "group"),
+        "aggregation": options.get("multi_objective_aggregation", "sum_then_normalize"),
+    }
+    given = (scores[:, 0], scores, torch.tensor(weights))
+    expected = reward_advantages(*given, group_size=GROUP, **ours)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(output["advantages"], expected, atol=1e-5, rtol=1e-5)
 
@@ -261,9 +248,8 @@ def test_reward_factories():
         "get_repetition_penalty_reward": dict(ngram_size=2),
         "get_cosine_scaled_reward": cosine,
     }
-    nodes = [
-        {"_component_": f"trl.rewards.{n}", "format": "chat", **s} for n, s in settings.items()
-    ]
+    chat = {"format": "chat"}
+    nodes = [{"_component_": f"trl.rewards.{n}", **chat, **s} for n, s in settings.items()]
     given = dict(completion_ids=[[5] * 8, [1, 2, 3, 4]], solution=[r"$\frac13$", r"$\frac12$"])
     answers = [r"It is $\boxed{\frac{1}{3}}$."] * 2
     chats = [[{"role": "assistant", "content": answer}] for answer in answers]
