@@ -247,9 +247,8 @@ def test_a_new_run_moves_away_what_it_could_mix_up(tmp_path):
         set_aside_previous_run(cfg)
         assert names(out) == sorted(["previous_runs", *own])
         archive = out / "previous_runs" / str(number)
-        assert names(archive) == [
-            *("best", "logs", "run.jsonl", "step_000005", "torchtune_config.yaml")
-        ]
+        moved = ["best", "logs", "run.jsonl", "step_000005", "torchtune_config.yaml"]
+        assert names(archive) == moved
         assert (archive / "best" / STATE_FILE).is_file()
         assert (archive / "run.jsonl").read_text() == str(number)
         (out / "previous_runs" / "README.txt").touch()  # somebody else's
@@ -283,12 +282,10 @@ def test_a_save_that_is_killed_anywhere_loses_nothing(tmp_path, step, best, capl
         checkpoints.keep_best(best)
         checkpoints.save(model, {"number": 30}, step=step)
 
-    points = kill_points(
-        save,
-        folder=out,
-        prepare=lambda: shutil.copytree(kept, out, symlinks=True, dirs_exist_ok=True),
-        sizes=(1, 5000, 200_000),
-    )
+    def prepare() -> None:
+        shutil.copytree(kept, out, symlinks=True, dirs_exist_ok=True)
+
+    points = kill_points(save, folder=out, prepare=prepare, sizes=(1, 5000, 200_000))
     seen = []
     for where in points:
         newest = checkpoints.newest()  # its sums are right

@@ -201,10 +201,8 @@ def test_forms_of_step(kind, tmp_path):
     assert scores.of(kind.__name__).tolist() == [1, 0]
     assert [talk.ended for talk in rows.completions] == ["done", "max_turns"]
     response = rows.tokens[0, rows.prompt_lengths[0] :][: rows.response_lengths[0]]
-    whole, said = (
-        tokenizer.decode(ids, skip_special_tokens=False)
-        for ids in (response.tolist(), rows.completion_ids[0])
-    )
+    both = (response.tolist(), rows.completion_ids[0])
+    whole, said = (tokenizer.decode(ids, skip_special_tokens=False) for ids in both)
     between = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
     assert (whole, said) == (f"5<|im_end|>{between}7<|im_end|>", "5<|im_end|>7<|im_end|>")
 

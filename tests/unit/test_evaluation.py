@@ -27,10 +27,7 @@ def length(prompts, completions, **columns):
     ("keys", "message"),
     [
         ({"reward": "lst"}, "no reward of this name; rewards has length, last"),
-        (
-            {"reward": "length", "keep_best": "eval/maj@4"},
-            "keep_best=eval/maj@4: is not measured; give one of eval",
-        ),
+        ({"reward": "length", "keep_best": "eval/maj@4"}, "keep_best=eval/maj@4: is not measured"),
         ({"keep_best": "eval/maj@4"}, None),  # the last number can vote, and decides
     ],
 )
@@ -126,10 +123,8 @@ def test_the_best_step_is_the_first_of_the_highest_that_has_a_checkpoint():
 def test_a_run_ends_when_its_newest_evaluation_reaches_stop_at():
     assert stops(0.1, 0.89, stop_at=0.9) is None
     reason = stops(0.1, 0.9, stop_at=0.9)
-    assert (
-        reason
-        == "Ends after step 5: eval/accuracy is 0.900, and has reached evaluation.stop_at=0.9."
-    )
+    said = "Ends after step 5: eval/accuracy is 0.900, and has reached evaluation.stop_at=0.9."
+    assert reason == said
     assert stops(0.95, stop_at=0.9) is None  # the base: nothing was trained yet
     assert stops(0.1, 0.95, 0.5, stop_at=0.9) is None  # resumed with a lower stop_at
     assert stops(0.5, 0.4, 0.3) is None and stops(stop_at=0.9) is None

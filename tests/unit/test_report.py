@@ -89,10 +89,8 @@ def test_the_verdict_is_by_all_that_was_measured(tmp_path):
 def test_a_run_that_was_better_before(tmp_path):
     """It rose overall, and that is not what the page says."""
     rights = {0: 10, 4: 38, 8: 20, 12: 15}
-    events = [
-        evaluation(step, accuracy=[float(number < right) for number in range(60)])
-        for step, right in rights.items()
-    ]
+    scores = {step: [float(n < right) for n in range(60)] for step, right in rights.items()}
+    events = [evaluation(step, accuracy=score) for step, score in scores.items()]
     verdict = of_events(tmp_path, *events)["verdict"]
     said = "Held-out accuracy rose from 0.167 to 0.633 after step 4, and fell to 0.250 (-0.383 ["
     assert verdict["headline"].startswith(said) and verdict["tone"] == "bad"
@@ -126,10 +124,8 @@ def test_a_run_without_a_gradient_is_the_base_and_says_where_to_look(tmp_path):
 
 def test_findings_that_are_open_come_first(tmp_path):
     found = of_run(write_run(tmp_path))["verdict"]["findings"]
-    assert [(each["name"], each["since"], each["until"]) for each in found] == [
-        ("same texts", 7, None),
-        ("truncated", 3, 9),
-    ]
+    times = [(each["name"], each["since"], each["until"]) for each in found]
+    assert times == [("same texts", 7, None), ("truncated", 3, 9)]
     assert found[0]["key"] == "temperature" and found[1]["remedy"].startswith("Set max_")
 
 
@@ -169,10 +165,8 @@ def test_the_texts_of_an_inline_environment_stand_apart(tmp_path):
     write_lines(tmp_path / COMPLETIONS_FILE, [row])
     (shown,) = of_run(tmp_path)["groups"][0]["rows"]
     lines = [line for line in shown["text"].splitlines() if line]
-    assert lines == [
-        *("I search <q>a</q>", "[environment] <r>b</r>"),
-        *(" so <q>c</q>", "[environment] <r>d</r>", " it is b."),
-    ]
+    replies = ["[environment] <r>b</r>", "[environment] <r>d</r>"]
+    assert lines == ["I search <q>a</q>", replies[0], " so <q>c</q>", replies[1], " it is b."]
 
 
 def test_curves_hold_the_numbers_of_the_metrics(tmp_path):

@@ -69,6 +69,7 @@ def test_no_mask_is_kept_and_nothing_of_the_vocabularys_size():
 
 
 AUTO = {"forward_batch_size": "auto", "enable_activation_checkpointing": "auto"}
+ROWS_ONLY = AUTO | {"enable_activation_checkpointing": False}
 STEP = {"batch_size": 4, "grpo_samples": 4, "max_generated_tokens": 30}
 LONGEST = 50
 
@@ -93,11 +94,7 @@ CHOICES = {
     "nothing fits": (AUTO, 0, (1, True)),
     "rows are given": (AUTO | {"forward_batch_size": 2}, size(2, recompute=False), (2, False)),
     "rows are given and do not fit": (AUTO | {"forward_batch_size": 5}, 0, (5, True)),
-    "only rows are asked for": (
-        {"forward_batch_size": "auto", "enable_activation_checkpointing": False},
-        size(2, recompute=False),
-        (2, False),
-    ),
+    "only rows are asked for": (ROWS_ONLY, size(2, recompute=False), (2, False)),
 }
 
 
