@@ -87,6 +87,20 @@ def test_what_all_prompts_begin_with_is_computed_once():
         counts.clear()
 
 
+def test_prompts_that_begin_alike_start_together():
+    """A place that is free waits for others, as each start computes the beginning once more."""
+    model, fed = build_policy(), []
+    model.tok_embeddings.register_forward_hook(lambda *call: fed.append(call[1][0].numel()))
+    prompts = [[*range(40), *prompt] for prompt in random_prompts([4] * 24)]
+    stops = range(12)  # so that rows end at different times
+    asked = {"group_size": 1, "stops": stops, "max_generated_tokens": 30}
+    samples = sample(native(model, max_rows=8), prompts, **asked)
+    starts = [tokens for tokens in fed if tokens > 40]
+    assert starts[0] == 40 + 8 * 4 and sum(starts) - 40 * len(starts) == 24 * 4
+    assert min(starts[:-1]) >= 40 + 2 * 4 and len(starts) > 3
+    assert_same_samples(samples, sample(native(model), prompts, **asked))
+
+
 OPTIONS = {
     "plain": {},
     "filters": {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02},

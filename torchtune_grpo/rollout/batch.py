@@ -13,12 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
-from torchtune_grpo.machine.segments import fill_parts
+from torchtune_grpo.machine.segments import fill_parts, shared_beginning
 from torchtune_grpo.rollout.attention import GridAttention, KernelAttention
 from torchtune_grpo.rollout.cache import CachedPrompt, CacheSize, GroupCache, LiveRows, Row
 from torchtune_grpo.rollout.decoder import NativeDecoder
@@ -30,7 +30,7 @@ from torchtune_grpo.trajectory import Samples, length_mask
 
 # The most tokens of prompts or replies that are fed side by side; a longer one is fed alone.
 PREFILL_TOKENS = 4096
-KEYS_PER_TOKEN = 16  # a reply reads keys from the cache, and this many count as a token
+KEYS_PER_TOKEN = 16  # keys of tokens that are not fed count as so many to a token
 
 # Steps between two checks for ended rows. A check makes the host wait for the device: on CUDA it is
 # cheaper to let a row sample a few tokens in vain.
@@ -65,6 +65,7 @@ class GroupRollout:
         self._waiting = deque(self._rows)
         self.live: list[Row] = []  # in the order of their slots
         self._paused = PausedRows(request.turns)
+        self._shared = shared_beginning(request.prompts)  # tokens
         self._steps = 0
         self._has_gaps = False  # left by live rows that have ended since the last layout
         self._free_slots = list(range(size.slots))  # a heap, as is the next
@@ -195,6 +196,8 @@ class GroupRollout:
         """Give slots to waiting rows, and prefill prompts that are not in the cache yet."""
         rows: list[Row] = []
         prompts: list[CachedPrompt] = []
+        if not self._may_start(places):
+            return []
         while self._waiting and self._free_slots and len(rows) < places:
             prompt = self._waiting[0].prompt
             if prompt.slot < 0:
@@ -204,14 +207,25 @@ class GroupRollout:
                 prompts.append(prompt)
             rows.append(self._waiting.popleft())
             rows[-1].slot = heapq.heappop(self._free_slots)
-        for part in fill_parts(
-            prompts, size=lambda prompt: len(prompt.tokens), room=PREFILL_TOKENS
-        ):
+        shared = self._shared
+        own = shared // KEYS_PER_TOKEN - shared  # of the beginning, each has the keys alone
+        room = PREFILL_TOKENS - shared
+        for part in fill_parts(prompts, size=lambda prompt: len(prompt.tokens) + own, room=room):
             tokens, slots = [prompt.tokens for prompt in part], [prompt.slot for prompt in part]
             logits = self._decoder.prefill(tokens, slots, self._cache)
             for prompt, first in zip(part, logits, strict=True):
                 prompt.logits = first
         return rows
+
+    def _may_start(self, places: int) -> bool:
+        """Whether waiting rows are worth that the beginning of all prompts is computed again.
+
+        Few-shot examples, say, are most of each prompt, and are computed once for all that start
+        together. So prompts start in numbers, but no more than a quarter of the places stay empty.
+        """
+        new = {row.prompt for row in islice(self._waiting, places) if row.prompt.slot < 0}
+        rest = sum(len(prompt.tokens) - self._shared for prompt in new)
+        return not (new and self.live) or rest >= self._shared or 4 * places >= self._max_rows
 
     def _close_gaps(self) -> None:
         """Move the last rows to slots before them, which are free or of rows that pause.
