@@ -78,9 +78,8 @@ def test_turns_are_read_as_by_trl(model):
     name, ours, theirs = model
     parse = parser_of(ours)
     add_response_schema(theirs)
-    prompt = theirs.apply_chat_template(
-        [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=False
-    )
+    asked = [{"role": "user", "content": "q"}]
+    prompt = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     for text in TURNS.get(name, TURNS["qwen3"]):
         ids = theirs.encode(text + ENDS[name], add_special_tokens=False)
         expected = parse_response(theirs, ids, prefix=prompt, tools=[ADD])
@@ -192,11 +191,10 @@ def test_a_user_message_is_between_turns_as_the_template_writes_it(name, tmp_pat
         assert tokenizer.decode(tokens, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [(name, role) for name in ("qwen2_5", "llama3_2") for role in ("tool", "user")]
-    + [("gemma3", "user")],
-)
+TAKEN = [(name, role) for name in ("qwen2_5", "llama3_2") for role in ("tool", "user")]
+
+
+@pytest.mark.parametrize("name, role", [*TAKEN, ("gemma3", "user")])
 def test_special_tokens_in_a_result_are_text(name, role, tmp_path):
     tokenizer = hf_tokenizer(str(write_tokenizer(tmp_path, name)))
     encode = ReplyEncoder(tokenizer, roles=[role])
@@ -208,12 +206,10 @@ def test_special_tokens_in_a_result_are_text(name, role, tmp_path):
     names = [text for text in tokenizer.added_tokens if text != tokenizer.CUT]
     special = {tokenizer.encode(text, add_bos=False, add_eos=False)[0] for text in names}
     hostile = "".join(names) + tokenizer.CUT
-    assert sum(token in special for token in reply(hostile)) == sum(
-        token in special for token in reply("x")
-    )
-    assert all(
-        text in tokenizer.decode(reply(hostile), skip_special_tokens=False) for text in names
-    )
+    counts = [sum(token in special for token in reply(text)) for text in (hostile, "x")]
+    assert counts[0] == counts[1]
+    text = tokenizer.decode(reply(hostile), skip_special_tokens=False)
+    assert all(name in text for name in names)
     assert not special & {*encode.inline(hostile)}
 
 
