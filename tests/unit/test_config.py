@@ -72,11 +72,7 @@ BAD = [
     ("optimizer=AdamW", "AdamW: not an import path", "mean torch.optim.AdamW?"),
     ("metric_logger=wandb", "metric_logger._component_=wandb", "metric_logging.WandBLogger?"),
     ("sampler=no.Such", "sampler._component_=no.Such: cannot be imported", "No module named"),
-    (
-        "prepare=torchtune_grpo.tiny.prepare",
-        "cannot be imported",
-        "mean torchtune_grpo.models.tiny.",
-    ),
+    ("prepare=torchtune_grpo.tiny.prepare", "cannot be imported", "torchtune_grpo.models.tiny."),
     ("eval_dataset=gsm8k", "eval_dataset._component_=gsm8k", "torchtune_grpo.data.gsm8k_dataset?"),
     ("loss=grpoloss", "loss._component_=grpoloss", "mean torchtune_grpo.loss.GRPOLoss?"),
     ("loss=DAPO", "loss=DAPO: ", "give algorithm=dapo."),
@@ -89,11 +85,7 @@ BAD = [
     ("rollout.engine=nativ", "rollout.engine._component_=nativ: not a", "Did you mean native?"),
     ("rollout.engine.cuda_graph=never", "graph=never", "mean rollout.engine.cuda_graphs?"),
     ("rollout.engine.cuda_graphs=on", "rollout.engine.cuda_graphs=True", "'auto' or 'never'"),
-    (
-        "rollout.engine=vllm rollout.engine.cuda_graphs=never",
-        "cuda_graphs=never",
-        "It takes contex",
-    ),
+    ("rollout.engine=vllm rollout.engine.cuda_graphs=never", "graphs=never", "It takes contex"),
     ("rollout.cuda_graphs=never", "unknown config key", "Did you mean rollout.engine.cuda_graphs?"),
     ("environment.form=inline", "environment.form=inline", "set sampling.stop_strings"),
     ("environment.max_response_tokens=9", "max_response_tokens=9", "give at least that"),
@@ -230,12 +222,11 @@ def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
     assert problem.startswith(f"model_dir={empty}: {empty}/config.json does not exist; `tune d")
     (empty / "small.gguf").touch()
     problem, *_ = mistakes(f"model_dir={empty}/small.gguf")
-    assert problem.endswith(
-        f"small.gguf/config.json does not exist; give {empty}, the folder of the GGUF."
-    )
-    assert Run(load_config("hf_lora_grpo", ["device=cpu", f"model_dir={empty}"])).check()[1] == [
-        f"model_dir={empty}: its GGUF is converted when a run starts, and not checked yet."
-    ]
+    said = f"small.gguf/config.json does not exist; give {empty}, the folder of the GGUF."
+    assert problem.endswith(said)
+    _, notes = Run(load_config("hf_lora_grpo", ["device=cpu", f"model_dir={empty}"])).check()
+    said = f"model_dir={empty}: its GGUF is converted when a run starts, and not checked yet."
+    assert notes == [said]
     (empty / "config.json").write_text('{"model_type": "no_such_type"}')
     (empty / "model.safetensors").touch()
     problem, *_ = mistakes(f"model_dir={empty}")
@@ -328,11 +319,8 @@ def test_names_of_other_libraries_lead_to_keys_that_there_are(tmp_path):
     assert not {*ours, *(key.replace(".", "_") for key in ours)} & {*names}  # GRPO has underscores
 
 
-GEMMA2 = {
-    "_component_": "torchtune.models.gemma2.gemma2",
-    "intermediate_dim": 64,
-    "num_kv_heads": 2,
-}
+GEMMA2 = {"_component_": "torchtune.models.gemma2.gemma2", "intermediate_dim": 64}
+GEMMA2 |= {"num_kv_heads": 2}
 T5 = {"_component_": "torchtune.models.t5._component_builders.t5_encoder", "mlp_dim": 8}
 T5 |= {"rel_pos_num_buckets": 8, "rel_pos_max_dist": 16, "norm_eps": 1e-6}
 

@@ -71,22 +71,17 @@ def scored_rows(*, rows: int) -> MiniBatch:
         return MiniBatch(on_cuda(trajectory), [on_cuda(part) for part in parts], num_tokens=16)
 
 
+ROWS = [(kind, GROUP) for kind in (*KINDS, "qlora")]
+ROWS += [("lora", 2 * GROUP), ("lora", 1), ("window", 1)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, rows",
-    [
-        *((kind, GROUP) for kind in (*KINDS, "qlora")),
-        ("lora", 2 * GROUP),
-        ("lora", 1),
-        ("window", 1),
-    ],
-)
+@pytest.mark.parametrize("kind, rows", ROWS)
 def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
     model, batch = policy(kind), scored_rows(rows=rows)
     adapted = bool(get_adapter_params(model))
-    cfg = read_config(
-        load_config("tiny_arithmetic_grpo", ["objective.sampling_correction=sequence_mask"])
-    )
+    changes = ["objective.sampling_correction=sequence_mask"]
+    cfg = read_config(load_config("tiny_arithmetic_grpo", changes))
     recipe = GRPOFullFinetuneRecipe(cfg, Mock(cfg=cfg, device=CUDA))
     recipe.steps = Mock(done=0)
     loss = GRPOLoss(dual_clip=3.0, entropy_coeff=0.0 if adapted else 0.01)

@@ -224,9 +224,7 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(options, monkeypatch
     assert torch.equal(global_state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    ("kind", "merge"), [("lora", "never"), ("lora", "always"), ("dora", "auto")]
-)
+@pytest.mark.parametrize("kind, merge", [("lora", "never"), ("lora", "always"), ("dora", "auto")])
 @torch.no_grad()
 def test_recorded_steps_serve_all_rollouts_of_a_run(kind, merge):
     """Weights change, prompts of other widths come, an evaluation is between, and memory moves."""
@@ -404,9 +402,8 @@ def test_every_token_to_train_on_was_sampled_with_its_own_logprob(name, monkeypa
         step=0,
     )
     for row, length in enumerate(rows.response_lengths.tolist()):
-        assert rows.response_mask[row].tolist() == [
-            column < length for column in range(rows.response_mask.shape[1])
-        ]
+        mask = rows.response_mask[row].tolist()
+        assert mask == [column < length for column in range(len(mask))]
         start, sampled = len(prompts[row // 2]), rows.sampler_logprobs[row, :length]
         tokens = rows.tokens[row, : start + length]
         expected = full_logprobs(model, tokens, 1.0)[0, start - 1 :]

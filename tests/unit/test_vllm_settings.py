@@ -54,7 +54,7 @@ def test_each_key_that_it_cannot_follow_is_named(installed, option, said):
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("qwen3_untied", "attention_bias"), ("ernie4_5", "use_bias")]
+    "name, key", [("qwen3_untied", "attention_bias"), ("ernie4_5", "use_bias")]
 )
 def test_a_model_that_it_would_compute_otherwise_is_refused(name, key, installed, tmp_path):
     folder = hf_folder(name, tmp_path)
