@@ -341,7 +341,8 @@ def peers(bench: Bench) -> None:
 @torch.no_grad()
 def peer(bench: Bench, name: str, *, rows: int) -> dict[str, Any]:
     """Return the tokens per second of the better of two runs; "stock" is torchtune's generate."""
-    model, new_tokens = build(bench, rank=None), bench.sizes.new_tokens
+    sizes, new_tokens = bench.sizes, bench.sizes.new_tokens
+    model = random_model(sizes.shape, rank=None, dtype=sizes.dtype, device=bench.device).eval()
     way = make_way(name, model, request(bench, rows=rows, new_tokens=new_tokens))
     best = min(bench.seconds(way) for _ in range(2))
     return {"tokens_s": round(rows * new_tokens / best)}

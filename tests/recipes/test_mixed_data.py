@@ -25,7 +25,7 @@ dataset:
     talks:
       _component_: torchtune_grpo.data.RLDataset
       source: talks.jsonl.gz
-      prompt_column: conversations
+      prompt_column: messages
       columns: {wanted: reply}
       prefill: "<think>"
 eval_dataset:
@@ -65,12 +65,11 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mixed")
     (folder / "mixed.yaml").write_text(CONFIG)
     (folder / "mine.py").write_text(MINE)
-    turns = [("system", "Be brief."), ("human", "2 + 3?"), ("gpt", "5"), ("human", "And 1 more?")]
-    talks = [[*turns, ("gpt", "6" * size)] for size in range(3)]
+    turns = [("system", "Be brief."), ("user", "2 + 3?"), ("assistant", "5")]
+    messages = [{"role": who, "content": text} for who, text in [*turns, ("user", "And 1 more?")]]
     with gzip.open(folder / "talks.jsonl.gz", "wt") as file:
-        for talk in talks:
-            row = {"conversations": [{"from": who, "value": text} for who, text in talk]}
-            print(json.dumps(row), file=file)
+        for size in range(3):
+            print(json.dumps({"messages": messages, "reply": "6" * size}), file=file)
     tune("run", RECIPE, "--config", "mixed.yaml", cwd=folder)
     return folder
 

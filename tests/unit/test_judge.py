@@ -172,9 +172,14 @@ def test_an_answer_cannot_mark_itself(group):
 
 
 def noisy():
-    """A judge that gives the same answer another mark each time."""
+    """A slow judge that gives the same answer another mark each time."""
     numbers = count(1)
-    return judge_server(lambda answers, _: str(next(numbers) % 11))
+
+    def decide(answers, outside):
+        time.sleep(0.3)  # so that both ranks have asked before either is answered
+        return str(next(numbers) % 11)
+
+    return judge_server(decide)
 
 
 def test_ranks_share_a_cache_and_a_restarted_run_gets_the_same_marks(tmp_path):
