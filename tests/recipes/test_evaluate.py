@@ -163,6 +163,7 @@ def test_the_command_repeats_the_runs_evaluations(whole, tmp_path):
     for wrong, told in (
         (["--checkpoint", "3"], "--checkpoint=step_000003: is not in out, which has step_000002,"),
         (["--by", "lvl"], "--by=lvl: eval_dataset has no such column, but ['answer', 'level', "),
+        (["eval_dataset=null", "eval_dataset=abc"], "eval_dataset._component_=abc: not a class"),
     ):
         done = evaluate(whole, *wrong, check=False)
         assert done.code == 1 and done.err.startswith(f"Error: {told}"), done.err

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_grpo.checkpoint.folder import all_checkpoints, checkpoint_folder, step_of
 from torchtune_grpo.cli.commands import add_run, parse, run_config
@@ -66,8 +66,9 @@ def main() -> None:
 
 def _run(args: argparse.Namespace) -> Run:
     cfg = run_config(args)
-    if cfg.get("eval_dataset") and "_component_" not in cfg.eval_dataset:  # only changes, then
-        cfg.eval_dataset = OmegaConf.merge(cfg.dataset, cfg.eval_dataset)
+    changes = cfg.get("eval_dataset")
+    if isinstance(changes, DictConfig) and changes and "_component_" not in changes:
+        cfg.eval_dataset = OmegaConf.merge(cfg.dataset, changes)
     evaluation = cfg.setdefault("evaluation", {})
     evaluation.keep_best = evaluation.stop_at = None  # for training
     if args.samples is not None:
