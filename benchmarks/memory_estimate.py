@@ -355,18 +355,6 @@ def log_probs(
     )
 
 
-def random_weights(cfg: GRPOConfig) -> dict[str, Tensor]:
-    """Return random weights: normal with a deviation of 0.02, and ones for the norms."""
-    with default_dtype(cfg):
-        model = empty_model(cfg)
-        adapters = get_adapter_params(model)
-        shapes = {n: p.shape for n, p in model.named_parameters() if n not in adapters}
-        return {
-            name: torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(std=0.02)
-            for name, shape in shapes.items()
-        }
-
-
 # --- Running --------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,11 @@ _PART = 2**19
 
 # The keys that change softmax(logits / temperature), each with the value that does not
 _NEUTRAL: dict[str, object] = {
-    **{"top_k": None, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0},
+    "top_k": None,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
 }
 
 
