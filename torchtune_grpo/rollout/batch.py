@@ -30,7 +30,7 @@ from torchtune_grpo.trajectory import Samples, length_mask
 
 # The most tokens of prompts or replies that are fed side by side; a longer one is fed alone.
 PREFILL_TOKENS = 4096
-KEYS_PER_TOKEN = 16  # keys of tokens that are not fed count as so many to a token
+KEYS_PER_TOKEN = 16  # so many keys of tokens that are not fed again count as one token
 
 # Steps between two checks for ended rows. A check makes the host wait for the device: on CUDA it is
 # cheaper to let a row sample a few tokens in vain.
@@ -218,7 +218,7 @@ class GroupRollout:
         return rows
 
     def _may_start(self, places: int) -> bool:
-        """Whether waiting rows are worth that the beginning of all prompts is computed again.
+        """Whether enough rows wait to compute the beginning that all prompts share once more.
 
         Few-shot examples, say, are most of each prompt, and are computed once for all that start
         together. So prompts start in numbers, but no more than a quarter of the places stay empty.

@@ -17,7 +17,7 @@ from torchtune_grpo.rollout.paused import PausedRows
 from torchtune_grpo.rollout.request import Progress, RolloutRequest
 from torchtune_grpo.trajectory import Samples
 
-BROKEN = -9999.0  # the log-prob that a server of vLLM's writes for NaN
+BROKEN = -9999.0  # what vLLM's server writes for a log-prob of NaN
 
 
 class NewTokens(NamedTuple):

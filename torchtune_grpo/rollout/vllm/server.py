@@ -107,7 +107,7 @@ class Server:
         self._url, self._patience, self._needs = url, patience, needs
 
     def bring(self, folder: Path) -> None:
-        """Let it sample with the weights in a folder, whose name is their version.
+        """Load the weights in a folder, whose name is their version.
 
         If it does not answer, it has ``patience`` seconds to start. Raises a ValueError if it does
         not, or if it refuses.
@@ -142,7 +142,7 @@ class Server:
         self._ask("/update_weight_version", {"new_version": folder.name})  # now it has them
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Give the tokens that follow others, as they come; raises an OSError if they are lost."""
+        """Yield a request's new tokens as they arrive; raises an OSError if the request is lost."""
         with self._ask("/inference/v1/generate", body | {"stream": True}) as reply:
             for line in reply.iter_lines():
                 if line.startswith(b"data: {"):
@@ -153,7 +153,7 @@ class Server:
         raise OSError("the connection has ended")
 
     def _ask(self, route: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the server's reply; raises an OSError if it is not well."""
+        """Return the server's reply; raises an OSError if it is down, a ValueError if it refuses."""
         import requests  # it takes a tenth of a second
 
         method, timeout = "GET" if body is None else "POST", (10, self._patience)
