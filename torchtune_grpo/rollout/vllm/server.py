@@ -153,7 +153,7 @@ class Server:
         raise OSError("the connection has ended")
 
     def _ask(self, route: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the server's reply; raises an OSError if it is down, a ValueError if it refuses."""
+        """Return the reply; raises an OSError if the server is down, a ValueError if it refuses."""
         import requests  # it takes a tenth of a second
 
         method, timeout = "GET" if body is None else "POST", (10, self._patience)
