@@ -73,7 +73,7 @@ RUNS = {
         [rewards("quarter", "brevity"), "num_steps=22", "batch_size=4", "grpo_samples=8"]
         + ["max_generated_tokens=24", "optimizer.lr=1e-2", "loss.kl_coeff=0.001"]
         + ["evaluation.every_n_steps=3", "evaluation.samples=0", "eval_dataset.num_samples=2"],
-        "kl_runaway reward_hacking entropy_collapsed same_texts reward_constant only_shaping_rises",
+        "kl_runaway reward_hacking entropy_collapsed same_texts reward_constant responses_shrink",
     ),
     "nothing_works": (
         [rewards("right", "gives_none", "fails"), "max_reward_failure_share=1"]

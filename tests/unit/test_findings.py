@@ -94,6 +94,8 @@ CASES = {
     "truncated": (CUT, 0.5, 0.49, 3, "", TRUNCATED, "False -> True"),
     "nothing_trained": ("sampling/kept_mass", None, 0.001, 3, f"{TRUNCATED}=true",
         TRUNCATED, "True -> False"),
+    "responses_shrink": (LENGTH, 3.9, 4.0, 3, "", "dataset.system_prompt",
+        "Ask for the steps to an answer, or show some: `torchtune-grpo prompts`."),
     "entropy_collapsed": (ENTROPY, 0.049, 0.05, 3, "", "loss.entropy_coeff", "0.001"),
     "entropy_exploding": (ENTROPY, 1.81, 1.8, 3, "", "optimizer.lr", "0.0005 -> 0.00025"),
     "kl_runaway": ("kl", 1.01, 1.0, 3, "loss.kl_coeff=0.04", "loss.kl_coeff", "0.04 -> 0.08"),
@@ -210,7 +212,9 @@ def test_evaluations_are_no_steps():
     assert (line["step"], line["since"]) == (5, 1)
 
 
-@pytest.mark.parametrize("signs", [{"sampling/entropy": 0.001}, {"frac_groups_same_text": 1.0}])
+@pytest.mark.parametrize(
+    "signs", [{"sampling/entropy": 0.001}, {"frac_groups_same_text": 1.0}, {LENGTH: 2.0}]
+)
 def test_what_success_looks_like_too_is_no_finding(signs):
     """With a high deciding reward; with a low one it is."""
     high = {LEVEL: 0.85, "reward": 0.95}
@@ -256,9 +260,6 @@ def test_an_environments_own_reward_has_its_key():
     for decider in ("Game", "correctness"):
         (line,) = lines([HEALTHY | own] * 9, decider)
         assert (line["name"], line["key"]) == ("reward_constant", "environment")
-    paid = [HEALTHY | own | {"rewards/Game/mean": level} for level in noisy(0.1, 0.9, 30)]
-    (line,) = lines([{**each, LEVEL: 0.2} for each in paid], "correctness")
-    assert (line["key"], line["remedy"]) == ("environment", "Multiply what Game pays by 0.5.")
 
 
 @pytest.mark.parametrize("changes", REMEDIES)
@@ -273,28 +274,6 @@ def test_the_remedy_follows_from_the_config(changes):
 def noisy(low: float, high: float, count: int) -> list[float]:
     """A straight line, and in turn 0.02 above and below it."""
     return [low + (high - low) * k / (count - 1) + (0.02 if k % 2 else -0.02) for k in range(count)]
-
-
-def shaping(paid: tuple[float, float], deciding: tuple[float, float]) -> list[dict]:
-    values = zip(noisy(*paid, 30), noisy(*deciding, 30), strict=True)
-    return [HEALTHY | {FORMAT: form, LEVEL: level} for form, level in values]
-
-
-def test_only_shaping_rises():
-    """From 0.1 to 0.9 in 30 steps; not if the deciding reward rises too, or it rises less."""
-    (line,) = run(shaping((0.1, 0.9), (0.2, 0.2)))
-    assert line["name"] == "only_shaping_rises" and line["step"] == 22
-    assert line["evidence"] == "In 20 steps format changed by +0.276; correctness did not rise."
-    assert line["remedy"] == "Set rewards.1.weight: 0.1 -> 0.05."
-    assert run(shaping((0.1, 0.9), (0.2, 0.4))) == []
-    assert run(shaping((0.1, 0.4), (0.2, 0.2))) == []
-    assert run(shaping((0.9, 0.1), (0.2, 0.2))) == []
-    jump = [HEALTHY | {FORMAT: 0.0 if k < 6 else 1.0, LEVEL: 0.2} for k in range(25)]
-    assert len(run(jump)) == 1  # which is no noise of the first half
-    # A penalty is earned by falling, and a reward of weight 0 is only watched.
-    (line,) = run(shaping((0.9, 0.1), (0.2, 0.2)), "rewards.1.weight=-0.1")
-    assert line["remedy"] == "Set rewards.1.weight: -0.1 -> -0.05."
-    assert run(shaping((0.1, 0.9), (0.2, 0.2)), "rewards.1.weight=0") == []
 
 
 def evaluated(rewards: list[float], accuracies: list[float], *, margin: float = 0.04) -> list[dict]:

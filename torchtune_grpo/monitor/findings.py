@@ -37,13 +37,13 @@ BEGINS_AFTER = {
     # If a fifth of the groups earned it, 20 would all miss it once in 90 times.
     **dict.fromkeys(("reward_constant", "tools_unused", "calls_fail"), (5, 20)),
     # One step is an accident.
-    **dict.fromkeys(("truncated", "nothing_trained"), (3, 0)),
+    **dict.fromkeys(("truncated", "nothing_trained", "responses_shrink"), (3, 0)),
     **dict.fromkeys(("entropy_collapsed", "entropy_exploding", "kl_runaway"), (3, 0)),
     **dict.fromkeys(("sampler_trainer_gap", "reward_fails", "learning_rate_zero"), (3, 0)),
-    **dict.fromkeys(("only_shaping_rises", "environment_fails", "prompts_differ"), (3, 0)),
+    **dict.fromkeys(("environment_fails", "prompts_differ"), (3, 0)),
 }
 # Finding -> findings that it causes, and that would give other advice.
-_OF_A_POLICY = ("same_texts", "entropy_collapsed", "entropy_exploding")
+_OF_A_POLICY = ("same_texts", "responses_shrink", "entropy_collapsed", "entropy_exploding")
 SILENCES = {
     "collapsed": ("all_wrong", "truncated", "nothing_trained", "kl_runaway", *_OF_A_POLICY),
     "truncated": ("all_wrong", "no_answer", "reward_constant"),
@@ -315,8 +315,8 @@ def responses(run: History) -> Signs:
     is_hopeless = run.level < thresholds.HARDLY_ANY_RIGHT
     has_grown = first < cut / 2  # the policy has changed, not its task
     level, error = mean(run.last(name, 10))
-    is_no_better = has_grown and level - 2 * error <= run.first(name)
-    many = cut >= thresholds.MANY_CUT_OFF and (is_hopeless or is_no_better)
+    is_no_better = level - 2 * error <= run.first(name)
+    many = cut >= thresholds.MANY_CUT_OFF and (is_hopeless or (has_grown and is_no_better))
     if many or (cut >= 0.9 and run.level < 1.2 - cut):
         key = _limit(run)
         evidence, advice = f"{key} cut off {cut:.0%} of the responses.", run.scale(key, 2)
@@ -329,13 +329,17 @@ def responses(run: History) -> Signs:
             if cut < 0.9 and not run.config(mask):  # what did not end may have been paid as right
                 advice = run.change(mask, True)
         yield Sign("truncated", evidence, *advice)
-    length = run.now("completions/mean_length")
+    length, first = run.now("completions/mean_length"), run.first("completions/mean_length")
     # A mean over all tokens that are trained on is missing where there are none.
     if not math.isnan(length) and math.isnan(run.now("sampling/kept_mass")):
         key = "objective.mask_truncated_completions"
         longer = run.scale("max_generated_tokens", 2)
         advice = run.change(key, False) if run.config(key) else longer
         yield Sign("nothing_trained", "No token was trained on.", *advice)
+    if length < first / 10 and is_no_better and run.level < thresholds.SOLVED:
+        evidence = f"Responses shrank from {first:.3g} to {length:.3g} tokens; no more are right."
+        remedy = "Ask for the steps to an answer, or show some: `torchtune-grpo prompts`."
+        yield Sign("responses_shrink", evidence, "dataset.system_prompt", remedy)
 
 
 def _limit(run: History) -> str:
@@ -422,23 +426,6 @@ def environments(run: History) -> Signs:
         yield Sign("calls_fail", "All calls of tools failed.", "environment", remedy)
 
 
-def shaping(run: History) -> Signs:
-    """Another reward rises, and the deciding one does not."""
-    deciding, noise = rise(run.last(f"rewards/{run.decider}/mean", 20))
-    if not deciding <= noise or run.level >= thresholds.SOLVED:
-        return
-    for index, reward in enumerate(run.rewards):
-        name, weight = reward["name"], reward["weight"]
-        values = run.last(f"rewards/{name}/mean", 20)
-        change, error = rise(values)
-        spread = mean(run.last(f"rewards/{name}/std", 20))[0]
-        # As for reward_hacking, but without evaluations: half a spread, beyond all noise.
-        is_paid = math.copysign(change, change * weight) > max(3 * error, spread / 2)
-        if len(values) == 20 and is_paid and weight:
-            evidence = f"In 20 steps {name} changed by {change:+.3g}; {run.decider} did not rise."
-            yield Sign("only_shaping_rises", evidence, *run.weigh(index, 0.5))
-
-
 def optimizer(run: History) -> Signs:
     if run.now("learning_rate") == 0:  # for longer than the first step of a warm-up
         evidence, remedy = "The learning rate is 0.", "Let lr_scheduler end later, or above 0."
@@ -480,7 +467,7 @@ def evaluations(run: History) -> Signs:
         yield Sign("reward_hacking", evidence, *advice)
 
 
-RULES = (collapse, fall, groups, responses, policy, rewards, environments, shaping, optimizer)
+RULES = (collapse, fall, groups, responses, policy, rewards, environments, optimizer)
 
 
 def _text(value: object) -> str:
@@ -496,10 +483,3 @@ def mean(values: Sequence[float]) -> tuple[float, float]:
     squares = sum((b - a) * (b - a) for a, b in pairwise(values))
     error = math.sqrt(squares / (count - 1) / 2 / count) if count > 1 else math.nan
     return sum(values) / count if count else math.nan, error
-
-
-def rise(values: Sequence[float]) -> tuple[float, float]:
-    """Return the rise from the first half's mean to the second half's, and its standard error."""
-    half = len(values) // 2
-    (before, error), (after, other) = mean(values[:half]), mean(values[half:])
-    return after - before, math.hypot(error, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import suppress
 
 from omegaconf import DictConfig, OmegaConf
@@ -44,10 +45,14 @@ def engine_class(settings: RolloutConfig) -> type[RolloutEngine]:
 
 def capabilities_of(settings: RolloutConfig) -> Capabilities:
     """Return what the config's engine can do with the arguments that the config gives it."""
-    engine = engine_class(settings)
+    engine, given = engine_class(settings), arguments_of(settings.engine)
+    needed = inspect.signature(engine.capabilities).parameters.values()
+    missing = [p.name for p in needed if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if missing := [f"rollout.engine.{name}" for name in missing if name not in given]:
+        raise ConfigError(*(f"{key}: missing; give {key}=<value>." for key in missing))
     try:
-        return engine.capabilities(**arguments_of(settings.engine))
-    except TypeError as error:  # an argument is missing
+        return engine.capabilities(**given)
+    except TypeError as error:  # an argument that it does not take
         raise ConfigError(f"{_key(settings)}: {error}") from error
 
 
