@@ -100,7 +100,7 @@ def test_a_run_trains_on_what_another_engine_sampled_and_on_nothing_else(tmp_pat
     [
         ("my_engine.Absent", "rollout.engine._component_=my_engine.Absent: .* has no 'Absent'"),
         ("{_component_: my_engine.Uniform, len: 2}", "rollout.engine.len=2: .*It takes context, l"),
-        ("my_engine.Short", "rollout.engine=my_engine.Short: .*missing .*'length'"),
+        ("my_engine.Short", "rollout.engine.length: missing; give rollout.engine.length=<value>"),
         ("my_engine.silent", "rollout.engine=my_engine.silent: not an engine; .*RolloutEngine"),
     ],
 )
