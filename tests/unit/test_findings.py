@@ -219,6 +219,7 @@ def test_what_success_looks_like_too_is_no_finding(signs):
     """With a high deciding reward; with a low one it is."""
     high = {LEVEL: 0.85, "reward": 0.95}
     assert run([HEALTHY] * 5 + [HEALTHY | signs | high] * 30) == []
+    assert run([HEALTHY | high] * 5 + [HEALTHY | signs | high] * 30) == []  # right from the start
     assert len(run([HEALTHY] * 5 + [HEALTHY | signs] * 30)) == 1
 
 

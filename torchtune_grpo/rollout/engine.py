@@ -47,9 +47,10 @@ def capabilities_of(settings: RolloutConfig) -> Capabilities:
     """Return what the config's engine can do with the arguments that the config gives it."""
     engine, given = engine_class(settings), arguments_of(settings.engine)
     needed = inspect.signature(engine.capabilities).parameters.values()
-    missing = [p.name for p in needed if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    if missing := [f"rollout.engine.{name}" for name in missing if name not in given]:
-        raise ConfigError(*(f"{key}: missing; give {key}=<value>." for key in missing))
+    names = [p.name for p in needed if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    keys = [f"rollout.engine.{name}" for name in names if name not in given]
+    if keys:
+        raise ConfigError(*(f"{key}: missing; give {key}=<value>." for key in keys))
     try:
         return engine.capabilities(**given)
     except TypeError as error:  # an argument that it does not take
