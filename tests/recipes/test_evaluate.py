@@ -3,12 +3,17 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from omegaconf import OmegaConf
 from runs import RECIPE, Result, metrics, run, run_ranks, tune
+
+from torchtune_grpo.cli import evaluate as command
+from torchtune_grpo.config.command_line import load_config
 
 CONFIG = "tiny_arithmetic_grpo"
 RESUME = "resume_from_checkpoint=True"
@@ -167,6 +172,17 @@ def test_the_command_repeats_the_runs_evaluations(whole, tmp_path):
     ):
         done = evaluate(whole, *wrong, check=False)
         assert done.code == 1 and done.err.startswith(f"Error: {told}"), done.err
+
+
+def test_a_config_may_have_no_evaluation(tmp_path, monkeypatch):
+    cfg = load_config(CONFIG, ["~evaluation", f"output_dir={tmp_path}"])
+    (tmp_path / "my.yaml").write_text(OmegaConf.to_yaml(cfg))
+    made = []
+    monkeypatch.setattr(command, "evaluate", lambda run, **_: made.append(run) or sys.exit())
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "my.yaml"), "--samples", "3"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert made[0].cfg.evaluation.samples == 3
 
 
 def test_a_killed_evaluation_goes_on_with_the_answers_it_has(whole, tmp_path):

@@ -69,10 +69,9 @@ def _run(args: argparse.Namespace) -> Run:
     changes = cfg.get("eval_dataset")
     if isinstance(changes, DictConfig) and changes and "_component_" not in changes:
         cfg.eval_dataset = OmegaConf.merge(cfg.dataset, changes)
-    evaluation = cfg.setdefault("evaluation", {})
-    evaluation.keep_best = evaluation.stop_at = None  # for training
+    OmegaConf.update(cfg, "evaluation", {"keep_best": None, "stop_at": None})  # for training
     if args.samples is not None:
-        evaluation.samples = args.samples
+        OmegaConf.update(cfg, "evaluation.samples", args.samples)
     run = Run(cfg)
     if run.cfg.eval_dataset is None:
         raise ValueError("eval_dataset: there is none; give eval_dataset.split=test, for instance.")
