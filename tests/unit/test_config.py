@@ -78,6 +78,8 @@ BAD = [
     ("loss=DAPO", "loss=DAPO: ", "give algorithm=dapo."),
     ("optimizer.lr=0", "optimizer.lr=0: no weight would", "set it above 0."),
     ("~loss._component_", "loss", "_component_"),
+    ("tools=my.tool", "tools='my.tool'", "a valid list"),
+    ("dataset.name=??? eval_dataset.name=${dataset.name}", "dataset.name: missing", "me=<value>."),
     ("model.lora_rank=x", "model.lora_rank='x'", "a valid integer"),
     ("model.lora_attn_modules=[q_prj]", "model.lora_attn_modules=['q_prj']", "'q_proj'"),
     (f"~model model._component_={NO_ARGUMENTS} model.rank=1", "model.rank=1", "takes none"),

@@ -24,7 +24,15 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.keys import ENGINES, GRPOConfig, Keys, SamplingParams, without_effect
-from torchtune_grpo.config.text import ConfigError, map_values, noted, shortened, suggest, told
+from torchtune_grpo.config.text import (
+    ConfigError,
+    flat,
+    map_values,
+    noted,
+    shortened,
+    suggest,
+    told,
+)
 
 log = utils.get_logger("INFO")
 Table = TypeVar("Table", bound=Keys)
@@ -81,7 +89,8 @@ def _resolved(cfg: DictConfig) -> dict[str, object]:
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True)
     except InterpolationToMissingValueError:
-        missing = [key for key in cfg if OmegaConf.is_missing(cfg, key)]
+        leaves = flat(OmegaConf.to_container(cfg))
+        missing = [key for key, value in leaves.items() if value == "???"]
         problems = (f"{key}: missing from the config; give {key}=<value>." for key in missing)
         raise ConfigError(*problems) from None
     except OmegaConfBaseException as error:
@@ -145,7 +154,7 @@ def sentence(key: str, value: object, error: Mapping[str, object]) -> str:
 
 def _message(error: Mapping[str, object]) -> str:
     said = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return said.replace("a valid boolean", "True or False")
+    return said.replace("a valid boolean", "True or False").replace("a valid tuple", "a valid list")
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
