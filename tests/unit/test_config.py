@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from runs import run, tiny_overrides
 
 from torchtune_grpo.config import aliases
-from torchtune_grpo.config.check import key_paths, parameters, read_config
+from torchtune_grpo.config.check import check_imports, key_paths, parameters, read_config
 from torchtune_grpo.config.command_line import config_files, load_config
 from torchtune_grpo.config.keys import ENGINES, GRPOConfig, without_effect
 from torchtune_grpo.config.text import ConfigError
@@ -258,6 +258,29 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(mistakes_with_da
     assert mistakes_with_data() == []
     (problem,) = mistakes_with_data(prefill="</think>")
     assert problem.startswith("tokenizer: prompts of dataset have the token 350, but the ")
+
+
+class NoConstructor:
+    pass
+
+
+class Constructor:
+    def __init__(self) -> None:
+        from . import no_such_module as _
+
+
+class NotInstalled:
+    def __init__(self) -> None:
+        import no_such_module as _
+
+
+def test_only_a_loggers_packages_must_be_installed():
+    for of_user in (NoConstructor, Constructor):
+        check_imports(
+            "metric_logger", DictConfig({"_component_": f"{__name__}.{of_user.__name__}"})
+        )
+    with pytest.raises(ConfigError, match="needs no_such_module; pip install no_such_module."):
+        check_imports("metric_logger", DictConfig({"_component_": f"{__name__}.NotInstalled"}))
 
 
 def test_paths_may_begin_with_the_users_home(monkeypatch):

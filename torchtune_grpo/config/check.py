@@ -265,9 +265,12 @@ def check_imports(name: str, node: DictConfig) -> None:
     The component itself is not made: a logger of metrics would begin to log.
     """
     component: Any = _get_component_from_path(node._component_)
-    source = getattr(component, "__init__", component) if inspect.isclass(component) else component
-    for line in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(source)))):
-        if isinstance(line, ast.Import | ast.ImportFrom):
+    try:
+        source = inspect.getsource(component.__init__ if inspect.isclass(component) else component)
+    except (OSError, TypeError):  # there is none, as of a class without a constructor
+        return
+    for line in ast.walk(ast.parse(textwrap.dedent(source))):
+        if isinstance(line, ast.Import | ast.ImportFrom) and not getattr(line, "level", 0):
             module = getattr(line, "module", None) or line.names[0].name
             try:
                 importlib.import_module(module)
