@@ -179,6 +179,8 @@ def test_a_component_may_be_its_path_alone():
 WITHOUT_EFFECT = [
     ("objective.correction_cap=3.0", "objective.correction_cap: nothing is capped"),
     ("evaluation.stop_at=1 evaluation.every_n_steps=null", "stop_at: .*set evaluation.every_n"),
+    ("evaluation.samples=0 evaluation.sampling.top_k=5", "evaluation.sampling: set"),
+    ("evaluation.samples=0 evaluation.sampling.repetition_penalty=1.1", None),
     ("loss.dual_clip=3.0 loss.epsilon_low=0.1", "loss.epsilon_low, loss.dual_clip: with"),
     ("objective.sampling_correction=token_mask objective.correction_cap=3.0", None),
     ("loss.dual_clip=3.0 objective.sampling_correction=old_logprobs", None),

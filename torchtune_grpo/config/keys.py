@@ -442,7 +442,8 @@ def without_effect(cfg: GRPOConfig) -> Iterator[str]:
             "evaluation.stop_at: a run is evaluated only at its start and end; set "
             "evaluation.every_n_steps."
         )
-    if cfg.evaluation.sampling and cfg.evaluation.samples == 0:
+    greedy, as_trained = cfg.eval_sampling_params.greedy, cfg.sampling_params.greedy
+    if cfg.evaluation.sampling and cfg.evaluation.samples == 0 and greedy == as_trained:
         yield "evaluation.sampling: set evaluation.samples above 0."
     if cfg.updates_per_step == 1 and correction != "old_logprobs":
         ratio = ("epsilon_low", "epsilon_high", "dual_clip", "surrogate")
