@@ -11,7 +11,7 @@ import pytest
 from processes import children
 from rows import rows_of
 
-from torchtune_grpo.data import RLDataset
+from torchtune_grpo.data import RLDataset, code_tests
 from torchtune_grpo.rewards import RewardSet
 
 SHIPPED = "torchtune_grpo.rewards."
@@ -109,6 +109,15 @@ def test_a_worked_answer_or_a_missing_column_names_the_data_set() -> None:
 def test_tests_that_no_program_passes(column: str, value: Any, message: str) -> None:
     """More of them are in tests/system/test_broken_tests.py."""
     assert message in str(fault(CODE, {**CODE_ROW, column: value}))
+
+
+def test_a_setup_may_be_null_or_a_list_of_lines() -> None:
+    lines, tests = ["import math", "pi = math.pi"], [{"input": "1", "output": "2"}]
+    for setup, read in ((None, ""), (lines, "\n".join(lines))):
+        assert code_tests.unit_test(test="assert f(1)", setup=setup).setup == read
+        assert code_tests.output_test(tests=tests, setup=setup).setup == read
+    with pytest.raises(ValueError, match="setup=3 is not text"):
+        code_tests.output_test(tests=tests, setup=3)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ from typing import *
 
 def unit_test(*, test: Any, entry_point: Any = None, setup: Any = "", **columns: Any) -> Exam:
     """Read a row whose test is code; raises ValueError if the row is unusable."""
-    test, setup = _code("test", test), _code("setup", setup)
+    test, setup = _code("test", test), _code("setup", setup or "")
     called = _tested_names(test)
     name = entry_point or next(iter(called), "")
     if not name:
@@ -53,9 +53,10 @@ def unit_test(*, test: Any, entry_point: Any = None, setup: Any = "", **columns:
 
 
 def output_test(
-    *, tests: object, fn_name: object = None, setup: str = "", **columns: object
+    *, tests: object, fn_name: object = None, setup: Any = "", **columns: object
 ) -> Exam:
     """Read a row whose tests are inputs and outputs; raises ValueError if the row is unusable."""
+    setup = _code("setup", setup or "")
     try:
         cases, name = _cases(tests, fn_name)
     except Exception as error:
