@@ -30,6 +30,7 @@ CHANGES = [
     ("sampling.top_k=5", "sampling.top_k", 5),
     ("output_dir=/a/b #1", "output_dir", "/a/b #1"),
     ("output_dir=in words: a b", "output_dir", "in words: a b"),
+    ("model.prefill=#### ", "model.prefill", "#### "),
     ("eval_dataset.columns={a: b}", "eval_dataset.columns.a", "b"),
     ("checkpoint_files.max_filename=00004", "checkpoint_files.max_filename", "00004"),
 ]
@@ -39,6 +40,10 @@ REFUSED = [
     ("~sed", "there is no key sed"),
     ("rewards.7.weight=1", "rewards has only rewards.0, rewards.1"),
     ("seed=[1,", "flow node"),
+    (
+        "model.form=[Q] {x} [/Q]",
+        """; a text that is not YAML needs quotes of its own: 'model.form""",
+    ),
 ]
 
 

@@ -145,6 +145,8 @@ def apply_override(cfg: DictConfig, override: str) -> None:
     except (OmegaConfBaseException, YAMLError, LookupError, TypeError, ValueError) as error:
         # omegaconf's other lines name its own types
         why = _no_entry(cfg, key.lstrip("~")) or str(error).splitlines()[0]
+        if isinstance(error, YAMLError):
+            why += f"""; a text that is not YAML needs quotes of its own: '{key}="..."'"""
         raise ValueError(f"{override}: cannot be applied to the config: {why}") from error
 
 
@@ -212,7 +214,8 @@ def _value(key: str, text: str) -> object:
     """Read a value as YAML does, but ``None`` as null, and a text with a colon or a # as text."""
     if text == "None":
         return None
-    if key.endswith("max_filename") or re.match(r"\{\w+\}", text):  # a number; a template
+    # A number; a template; what YAML sees as a comment alone.
+    if key.endswith("max_filename") or re.match(r"\{\w+\}|\s*#", text):
         return text
     value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
     is_cut = isinstance(value, str) and text.startswith(f"{value} ")  # where YAML sees a comment
