@@ -84,6 +84,12 @@ def test_a_config_starts_from_another(config, tmp_path):
             load_config(str(child))
 
 
+def test_the_path_of_a_config_may_begin_with_the_users_home(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "child.yaml").write_text("base_config: ~/my.yaml\n")
+    assert load_config("~/child.yaml").output_dir == "out"
+
+
 def test_another_component_drops_what_it_does_not_take_and_says_so(tmp_path, caplog):
     """A mapping with another component replaces the node; one with the same changes it."""
     file = tmp_path / "my.yaml"

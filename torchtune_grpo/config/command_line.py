@@ -81,7 +81,7 @@ def _read_algorithm(name: str) -> DictConfig:
 def _read(name: str, *, folder: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     """Read a config, on top of those that its ``base_config`` and ``algorithm`` name."""
     key = f"base_config={name}" if above else name
-    path = config_files().get(name, folder / name).resolve()
+    path = config_files().get(name, folder / os.path.expanduser(name)).resolve()
     if path in above:
         raise ValueError(f"base_config={name}: {path} starts from itself; name another config.")
     if not path.is_file():
