@@ -1,9 +1,12 @@
 """Overrides on the command line change a config as written, and reach into lists."""
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
 from torchtune_grpo.config.command_line import load_config, set_key
+from torchtune_grpo.config.text import check_writable
 
 TEXT = """
 output_dir: out
@@ -88,6 +91,12 @@ def test_the_path_of_a_config_may_begin_with_the_users_home(config, tmp_path, mo
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "child.yaml").write_text("base_config: ~/my.yaml\n")
     assert load_config("~/child.yaml").output_dir == "out"
+
+
+def test_two_ranks_try_at_once_whether_a_file_can_be_written(tmp_path, monkeypatch):
+    """The other one has deleted what both have written for trial."""
+    monkeypatch.setattr(Path, "touch", lambda path: None)
+    check_writable("--output", tmp_path / "new.json")
 
 
 def test_another_component_drops_what_it_does_not_take_and_says_so(tmp_path, caplog):

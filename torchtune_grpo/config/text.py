@@ -159,7 +159,7 @@ def check_writable(key: str, file: Path) -> None:
         raise ValueError(f"{key}={file}: name a file in a folder that is there.")
     with naming(f"{key}={file}"):
         (trial := file.with_name(f".{file.name}.try")).touch()
-        trial.unlink()
+        trial.unlink(missing_ok=True)  # another rank may have deleted it
 
 
 def write_text(file: Path, text: str) -> Path:
