@@ -1,10 +1,13 @@
 """Overrides on the command line change a config as written, and reach into lists."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from torchtune_grpo.cli.commands import config_name, named_config
+from torchtune_grpo.cli.prompts import as_yaml
 from torchtune_grpo.config.command_line import load_config, set_key
 from torchtune_grpo.config.text import check_writable
 
@@ -91,6 +94,26 @@ def test_the_path_of_a_config_may_begin_with_the_users_home(config, tmp_path, mo
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "child.yaml").write_text("base_config: ~/my.yaml\n")
     assert load_config("~/child.yaml").output_dir == "out"
+
+
+def test_the_folder_of_a_run_names_its_config(tmp_path, monkeypatch):
+    """By any name; a folder that a failed run has left does not hide the shipped config."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("7", "on", "a # b", "tiny_guess_grpo"):
+        Path(name).mkdir()
+        (Path(name) / "torchtune_config.yaml").write_text("output_dir: x\nseed: 3\n")
+        cfg = named_config(Namespace(run=name, overrides=["seed=4"]))
+        assert cfg == {"output_dir": name, "seed": 4}
+    Path("tiny_guess_grpo/torchtune_config.yaml").unlink()
+    cfg = named_config(Namespace(run="tiny_guess_grpo", overrides=[]))
+    assert cfg == load_config("tiny_guess_grpo")
+    # What `torchtune-grpo prompts` writes can be read, whatever the path.
+    base = {"base_config": str(Path(config_name("a # b")).resolve())}
+    Path("best.yaml").write_text(as_yaml(base, has_held_out=False))
+    assert load_config("best.yaml").seed == 3
+    Path("none").mkdir()
+    with pytest.raises(ValueError, match="none: no run, as it has no torchtune_config.yaml"):
+        named_config(Namespace(run="none", overrides=[]))
 
 
 def test_two_ranks_try_at_once_whether_a_file_can_be_written(tmp_path, monkeypatch):

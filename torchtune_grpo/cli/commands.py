@@ -12,7 +12,12 @@ from omegaconf import DictConfig
 from torchtune_grpo.checkpoint.model_card import ModelCard
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import load_component, markdown_table
-from torchtune_grpo.config.command_line import do_without_data, extend_import_path, load_config
+from torchtune_grpo.config.command_line import (
+    config_files,
+    do_without_data,
+    extend_import_path,
+    load_config,
+)
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, shortened, to_json, visible
 from torchtune_grpo.machine import parallel
@@ -52,18 +57,30 @@ def count(text: str) -> int:
 
 def named_config(args: argparse.Namespace) -> DictConfig:
     """Return the config that the arguments name."""
-    name, overrides = args.run, list(args.overrides)
+    name = config_name(args.run)
+    output_dir = [] if name == args.run else [_path("output_dir", Path(args.run))]
+    return load_config(name, [*output_dir, *args.overrides])
+
+
+def config_name(name: str) -> str:
+    """Return the file of the config in a run's folder; the name of any other config as it is."""
     folder = Path(name)
-    if folder.is_dir():
-        if not (folder / CONFIG_FILE).is_file():
-            what = f"no run, as it has no {CONFIG_FILE}; give the output_dir of one"
-            if (folder.parent / CONFIG_FILE).is_file():
-                what = f"a folder of a run; give {folder.parent} and --checkpoint {folder.name}"
-            elif (folder / "config.json").is_file():
-                what = f"a model, and no run; give a config and model_dir={folder}"
-            raise ValueError(f"{folder}: {what}.")
-        name, overrides = str(Path(name, CONFIG_FILE)), [f"output_dir={name}", *overrides]
-    return load_config(name, overrides)
+    if (folder / CONFIG_FILE).is_file():
+        return str(folder / CONFIG_FILE)
+    # A run that failed at once leaves a folder, perhaps with the name of a shipped config.
+    if folder.is_dir() and name not in config_files():
+        what = f"no run, as it has no {CONFIG_FILE}; give the output_dir of one"
+        if (folder.parent / CONFIG_FILE).is_file():
+            what = f"a folder of a run; give {folder.parent} and --checkpoint {folder.name}"
+        elif (folder / "config.json").is_file():
+            what = f"a model, and no run; give a config and model_dir={folder}"
+        raise ValueError(f"{folder}: {what}.")
+    return name
+
+
+def _path(key: str, path: Path) -> str:
+    """Return the override that sets a key to a path, even if YAML reads it as a number."""
+    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"
 
 
 def run_config(args: argparse.Namespace) -> DictConfig:
@@ -127,7 +144,7 @@ def sample() -> None:
     folder = Path(args.run)
     if (folder / "config.json").is_file() or awaits_conversion(folder):
         # New adapters change nothing. There is no run, so output_dir need not exist.
-        model = [f"model_dir={args.run}", f"output_dir={Path(args.run, 'samples')}"]
+        model = [_path("model_dir", folder), _path("output_dir", folder / "samples")]
         card = ModelCard.found(folder)  # of a checkpoint, which is asked as in training
         form = {"_component_": "torchtune_grpo.data.RLDataset", **(card.asked if card else {})}
         data = f"dataset={json.dumps(form)}"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import OmegaConf
 
-from torchtune_grpo.cli.commands import CONFIG_FILE, add_run, count, parse, run_config
+from torchtune_grpo.cli.commands import add_run, config_name, count, parse, run_config
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import config_files
 from torchtune_grpo.config.keys import GRPOConfig
@@ -220,9 +220,9 @@ def main() -> None:
     keys = as_yaml(best.changes, has_held_out=has_held_out)
     _say(f"{why}.\n\n{keys}".rstrip())
     if args.output is not None and parallel.rank() == 0:
-        file = Path(args.run, CONFIG_FILE) if Path(args.run).is_dir() else Path(args.run)
-        base = args.run if args.run in config_files() else file.resolve()
-        text = f"base_config: {base}\n{keys}"
+        name = config_name(args.run)
+        base = name if name in config_files() else str(Path(name).expanduser().resolve())
+        text = as_yaml({"base_config": base}, has_held_out=False) + keys
         if args.overrides:
             text = OmegaConf.to_yaml(OmegaConf.merge(whole, OmegaConf.create(keys)))
         write_text(args.output, text)
