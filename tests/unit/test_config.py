@@ -268,12 +268,16 @@ class NoConstructor:
 
 class Constructor:
     def __init__(self) -> None:
-        from . import no_such_module as _
+        from .no_such_module import Client
+
+        self.client = Client()
 
 
 class NotInstalled:
     def __init__(self) -> None:
-        import no_such_module as _
+        import no_such_module
+
+        self.client = no_such_module.Client()
 
 
 def test_only_a_loggers_packages_must_be_installed():
