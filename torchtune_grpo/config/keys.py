@@ -340,7 +340,7 @@ class GRPOConfig(Keys):
     resume_from_checkpoint: bool | Literal["auto"] = False
     """Continue from the newest checkpoint in output_dir; auto = if there is one."""
     metric_logger: Component
-    """Component: one of torchtune's loggers, or TrackioLogger (docs/reading_a_run.md)."""
+    """Component: one of torchtune's loggers (docs/reading_a_run.md)."""
     log_groups: Count = 2
     """Groups of each step kept whole in completions.jsonl, informative ones first; 0 = none."""
     profiler: Component | None = None
