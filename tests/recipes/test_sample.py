@@ -10,6 +10,10 @@ from runs import LENGTH_REWARD, NO_EVALUATION, OF_LENGTH, Result, run, run_tiny,
 from torchtune_grpo.config.command_line import config_files
 
 CONFIG = "llama3_2_1B_lora_grpo"
+LATE_REWARD = """
+def late(prompts, completions, *, trainer_state, log_extra, **columns):
+    return [float(trainer_state.global_step)] * len(completions)
+"""
 
 
 def say(folder, *more: str, config: object = CONFIG, check: bool = True) -> Result:
@@ -38,8 +42,9 @@ def test_shows_samples_of_base_and_trained_weights(tmp_path):
     assert samples(again) == samples(base)
     mine = tmp_path / "mine.yaml"  # of a recipe with a key of its own
     mine.write_text((config_files()[CONFIG]).read_text() + "max_rollouts: 3\n")
-    of_data = say(tmp_path, "--num-prompts", "2", config=mine).out
-    assert of_data.count("=== ") == 2 and of_data.count(", reward ") == 4
+    (tmp_path / "late.py").write_text(LATE_REWARD)
+    of_data = say(tmp_path, "--num-prompts", "2", "rewards=[late.late]", config=mine).out
+    assert of_data.count("=== ") == 2 and of_data.count(", reward 1.000 (late 1)") == 4
     assert "Left out, as keys of another recipe: max_rollouts\n" in of_data
     # Weights that fit may still be read wrongly, as with another lora_alpha.
     for config, change, said in (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from torchtune_grpo.checkpoint.folder import step_of
 from torchtune_grpo.checkpoint.model_card import ModelCard
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import load_component, markdown_table
@@ -22,6 +23,7 @@ from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import ConfigError, shortened, to_json, visible
 from torchtune_grpo.machine import parallel
 from torchtune_grpo.models.gguf import awaits_conversion
+from torchtune_grpo.rewards import TrainerState
 from torchtune_grpo.run import Run
 
 CONFIG_FILE = "torchtune_config.yaml"  # in a run's folder; torchtune's metric loggers write it
@@ -166,8 +168,9 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
     first = range(min(args.num_prompts, len(run.dataset)))
     items = run.items_of(args.prompt) if args.prompt else [run.dataset[i] for i in first]
     group_size = args.samples or run.cfg.grpo_samples
+    folder = None if args.base else run.newest_checkpoint()
     rows = run.answer(
-        run.load_engine(None if args.base else run.newest_checkpoint()),
+        run.load_engine(folder),
         items,
         group_size=group_size,
         params=run.cfg.sampling_params,
@@ -180,6 +183,7 @@ def _print_samples(run: Run, args: argparse.Namespace) -> None:
             completions=rows.completions,
             columns=rows.columns,
             completion_ids=rows.completion_ids,
+            trainer_state=TrainerState(step_of(folder) if folder else 0, run.cfg.num_steps),
         )
         named = [dict(zip(scores.names, row, strict=True)) for row in to_json(scores.scores)]
         totals = to_json(scores.total)  # None where no reward applies
