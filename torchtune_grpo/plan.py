@@ -85,11 +85,12 @@ def make_plan(given: DictConfig, objects: Mapping[str, object] | None = None) ->
     """Plan a config's run, and write ``output_dir/plan.json``; ``objects`` are those of ``Run``."""
     start = time.perf_counter()
     folder = Path(os.path.expanduser(given.output_dir))
+    scratch = folder / ".plan"
     cfg = given.copy()
     OmegaConf.set_readonly(cfg, False)
     logger = "torchtune.training.metric_logging.DiskLogger"
     cfg.update(
-        output_dir=str(folder / ".plan"),
+        output_dir=str(scratch),
         metric_logger={"_component_": logger, "log_dir": "${output_dir}"},
         log_groups=0,
         lr_scheduler=None,  # its first steps may be smaller than those to come
@@ -105,8 +106,9 @@ def make_plan(given: DictConfig, objects: Mapping[str, object] | None = None) ->
             plan = _plan(recipe, meter)
     finally:
         recipe.run.close()
-        lock.release(folder / ".plan")
-        shutil.rmtree(folder / ".plan", ignore_errors=True)
+        if scratch.resolve() in lock.held():  # not another plan's
+            shutil.rmtree(scratch, ignore_errors=True)
+            lock.release(scratch)
     plan.seconds = time.perf_counter() - start
     text = json.dumps(to_json(asdict(plan)), indent=1)
     write_text(folder / "plan.json", text)
