@@ -191,14 +191,13 @@ def _train_once(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> tuple[float
         for batch in batches * cfg.ppo_epochs:
             recipe.update(batch, step)
     seconds = step.compute()["step_time"]
-    batch = max(batches, key=lambda each: each.trajectory.num_rows)
-    if not batch.trajectory.num_rows:
-        return None, seconds
+    batch = max(batches, key=lambda each: int(each.trajectory.response_mask.sum()))
     recipe.model.eval()
-    with torch.no_grad():
-        new = trajectory_logprobs(recipe.model, batch.micro_batches, temperature=cfg.temperature)
+    new = trajectory_logprobs(recipe.model, batch.micro_batches, temperature=cfg.temperature)
     assert batch.old_logprobs is not None  # update() has set them
     change = (new - batch.old_logprobs).double()[batch.trajectory.response_mask]
+    if not len(change):  # no token was trained on
+        return None, seconds
     # The KL in nats a token, capped by the mean |change|, as a few ratios may be huge.
     return float(min((change.exp() - 1 - change).mean(), change.abs().mean())), seconds
 

@@ -62,6 +62,13 @@ def test_a_run_that_learns(tmp_path):
             "such as 7 where answer is ",
             None,
         ),
+        (
+            "rewards.0._component_=mine.loud max_generated_tokens=2 "
+            "objective.mask_truncated_completions=true",
+            3,
+            "No token was trained on",
+            "objective.mask_truncated_completions=False",
+        ),
         ("temperature=0.01", 3, "all texts are the same", "temperature=1"),
         ("rewards.0._component_=mine.none", 4, "correctness was None for every answer", None),
         ("rewards.1._component_=mine.loud", 3, "of the rewards' spread", "rewards.1.weight=0.01"),
@@ -78,6 +85,7 @@ def test_what_is_wrong_with_a_run(tmp_path, key, code, said, change):
     )
     done, found = plan(tmp_path, *key.split(), "deciding_reward=correctness")
     assert done.code == code and said in done.out, done.out + done.err
+    assert "by nan" not in done.out
     assert change is None or found["changes"] == [change]
 
 
