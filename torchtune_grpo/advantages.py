@@ -92,7 +92,7 @@ def group_advantages(
             )
         mean = groups.mean(dim=1, keepdim=True)
         centred = (centred / mean).where(mean > 0, 0)
-    return centred.reshape(-1)
+    return centred.reshape(-1).where(~rewards.isnan(), 0)
 
 
 def reward_advantages(

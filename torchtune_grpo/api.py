@@ -10,7 +10,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -407,5 +407,7 @@ def _dotpath(component: Any) -> str | None:
     module, name = getattr(component, "__module__", None), getattr(component, "__qualname__", "")
     if module in (None, "__main__") or not name.isidentifier():
         return None
-    found = getattr(importlib.import_module(module), name, None)
-    return f"{module}.{name}" if found is component else None
+    with suppress(ImportError):  # its module was made by exec, or loaded without being registered
+        if getattr(importlib.import_module(module), name, None) is component:
+            return f"{module}.{name}"
+    return None

@@ -85,11 +85,12 @@ def make_plan(given: DictConfig, objects: Mapping[str, object] | None = None) ->
     """Plan a config's run, and write ``output_dir/plan.json``; ``objects`` are those of ``Run``."""
     start = time.perf_counter()
     folder = Path(os.path.expanduser(given.output_dir))
+    scratch = folder / ".plan"
     cfg = given.copy()
     OmegaConf.set_readonly(cfg, False)
     logger = "torchtune.training.metric_logging.DiskLogger"
     cfg.update(
-        output_dir=str(folder / ".plan"),
+        output_dir=str(scratch),
         metric_logger={"_component_": logger, "log_dir": "${output_dir}"},
         log_groups=0,
         lr_scheduler=None,  # its first steps may be smaller than those to come
@@ -105,8 +106,9 @@ def make_plan(given: DictConfig, objects: Mapping[str, object] | None = None) ->
             plan = _plan(recipe, meter)
     finally:
         recipe.run.close()
-        lock.release(folder / ".plan")
-        shutil.rmtree(folder / ".plan", ignore_errors=True)
+        if scratch.resolve() in lock.held():  # not another plan's
+            shutil.rmtree(scratch, ignore_errors=True)
+            lock.release(scratch)
     plan.seconds = time.perf_counter() - start
     text = json.dumps(to_json(asdict(plan)), indent=1)
     write_text(folder / "plan.json", text)
@@ -189,14 +191,13 @@ def _train_once(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> tuple[float
         for batch in batches * cfg.ppo_epochs:
             recipe.update(batch, step)
     seconds = step.compute()["step_time"]
-    batch = max(batches, key=lambda each: each.trajectory.num_rows)
-    if not batch.trajectory.num_rows:
-        return None, seconds
+    batch = max(batches, key=lambda each: int(each.trajectory.response_mask.sum()))
     recipe.model.eval()
-    with torch.no_grad():
-        new = trajectory_logprobs(recipe.model, batch.micro_batches, temperature=cfg.temperature)
+    new = trajectory_logprobs(recipe.model, batch.micro_batches, temperature=cfg.temperature)
     assert batch.old_logprobs is not None  # update() has set them
     change = (new - batch.old_logprobs).double()[batch.trajectory.response_mask]
+    if not len(change):  # no token was trained on
+        return None, seconds
     # The KL in nats a token, capped by the mean |change|, as a few ratios may be huge.
     return float(min((change.exp() - 1 - change).mean(), change.abs().mean())), seconds
 

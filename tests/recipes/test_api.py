@@ -10,6 +10,8 @@ from hf_tokenizers import write_tokenizer
 from runs import RECIPE, run, run_python, run_ranks, tune, untimed
 from transformers import AutoTokenizer
 
+from torchtune_grpo.api import _dotpath
+
 CONFIG = "tiny_arithmetic_grpo"
 COMMON = """
 import asyncio, json, os, re, signal
@@ -324,6 +326,12 @@ def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
     code = "import sys; before = {*sys.modules}; import torchtune_grpo; "
     code += "print({*sys.modules} - before)"
     assert run_python("-c", code, cwd=tmp_path).out == "{'torchtune_grpo'}\n"
+
+
+def test_a_function_of_a_module_that_cannot_be_imported_is_kept():
+    scope = {"__name__": "a_cell"}
+    exec("def reward(completions, **columns): ...", scope)
+    assert _dotpath(scope["reward"]) is None and _dotpath(hf_folder) == "hf_models.hf_folder"
 
 
 MISTAKES = """

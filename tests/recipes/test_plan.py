@@ -1,5 +1,6 @@
 """`torchtune-grpo plan` and `GRPO.plan`: what they say before a run, which they do not change."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.evaluation.statistics import Score
 from torchtune_grpo.monitor.findings import History
-from torchtune_grpo.plan import Plan, _memory, _shares_of_spread, judge, lines
+from torchtune_grpo.plan import Plan, _memory, _shares_of_spread, judge, lines, make_plan
 from torchtune_grpo.rewards import Reward, RewardSet
 
 CONFIG = "tiny_arithmetic_grpo"
@@ -61,6 +62,13 @@ def test_a_run_that_learns(tmp_path):
             "such as 7 where answer is ",
             None,
         ),
+        (
+            "rewards.0._component_=mine.loud max_generated_tokens=2 "
+            "objective.mask_truncated_completions=true",
+            3,
+            "No token was trained on",
+            "objective.mask_truncated_completions=False",
+        ),
         ("temperature=0.01", 3, "all texts are the same", "temperature=1"),
         ("rewards.0._component_=mine.none", 4, "correctness was None for every answer", None),
         ("rewards.1._component_=mine.loud", 3, "of the rewards' spread", "rewards.1.weight=0.01"),
@@ -77,6 +85,7 @@ def test_what_is_wrong_with_a_run(tmp_path, key, code, said, change):
     )
     done, found = plan(tmp_path, *key.split(), "deciding_reward=correctness")
     assert done.code == code and said in done.out, done.out + done.err
+    assert "by nan" not in done.out
     assert change is None or found["changes"] == [change]
 
 
@@ -104,6 +113,16 @@ def test_a_reward_that_is_none_or_has_failed_is_no_spread():
     rewards = RewardSet([Reward("right", right), Reward("rare", scores)], max_failure_share=1)
     scored = rewards(prompts=["p"] * 4, completions=["c"] * 4, columns={}, group_size=2)
     assert _shares_of_spread(scored, group_size=2) == {"right": 1.0, "rare": 0.0}
+
+
+def test_a_second_plan_is_refused_and_leaves_the_first_ones_folder(tmp_path):
+    scratch = tmp_path / ".plan"
+    scratch.mkdir()
+    with (scratch / ".lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is running in it"):
+            make_plan(load_config(CONFIG, [f"output_dir={tmp_path}"]))
+    assert (scratch / ".lock").exists()
 
 
 @pytest.mark.slow

@@ -129,6 +129,7 @@ def test_a_row_to_which_no_reward_applies_is_left_out(normalization, aggregation
     expected = [alone[0], 0, *alone[1:], 0]
     assert beside == pytest.approx(expected, abs=1e-6)
     assert any(alone) and advantages([nan, nan, 1.0, nan], 2) == [0, 0, 0, 0]
+    assert advantages([nan, 1.0, 0.0, 0.0], 4)[0] == 0  # although 1/3 has no exact float
 
 
 def test_a_failed_reward_counts_as_its_groups_mean():

@@ -8,9 +8,11 @@ from torch import nn
 from torchtune.models.llama3_2 import lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
+from transformers import GPT2Config
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.models.auto import transformers_model
 from torchtune_grpo.models.layers import attend_in_segments
 from torchtune_grpo.run import Run
 from torchtune_grpo.training import response_logprobs
@@ -104,6 +106,14 @@ def test_passes_are_chosen_by_the_memory_that_is_free(name):
     given = settings(**{"forward_batch_size": None} | keys)
     cfg = choose_passes(given, build_policy(), longest=LONGEST, free=free)
     assert (cfg.forward_batch_size, cfg.enable_activation_checkpointing) == (rows, recompute)
+
+
+def test_attention_that_transformers_computes_may_have_no_norms(tmp_path):
+    GPT2Config(n_embd=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers_model(str(tmp_path))
+    less, more = (pass_bytes(model, tokens=9, recompute=r) for r in (True, False))
+    assert 0 < less < more
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

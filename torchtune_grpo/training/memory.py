@@ -31,7 +31,7 @@ def pass_bytes(model: TransformerDecoder, *, tokens: int, recompute: bool) -> in
     width, layers = model.tok_embeddings.embedding_dim, len(model.layers)
     layer = max(model.layers, key=_linear_numbers)
     attention, of_heads = getattr(layer, "attn", None), 0
-    if attention is not None and attention.q_norm is not None:
+    if attention is not None and getattr(attention, "q_norm", None) is not None:
         of_heads = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
     of_layer = _linear_numbers(layer) + _NORM_NUMBERS * (2 * width + of_heads)
     numbers = layers * width + of_layer if recompute else (layers + 1) * of_layer

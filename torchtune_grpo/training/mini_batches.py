@@ -53,11 +53,10 @@ def mini_batches(trajectory: Trajectory, parts: Parts) -> list[MiniBatch]:
         )
         first = 0 if cfg.updates_per_step > 1 and has_dropout else 1
         policy.eval()
-        with torch.no_grad():
-            for batch in batches[first:]:
-                batch.old_logprobs = trajectory_logprobs(
-                    policy, batch.micro_batches, temperature=cfg.temperature
-                )
+        for batch in batches[first:]:
+            batch.old_logprobs = trajectory_logprobs(
+                policy, batch.micro_batches, temperature=cfg.temperature
+            )
     return batches
 
 
