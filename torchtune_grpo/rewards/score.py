@@ -336,8 +336,8 @@ class RewardSet:
 def _check_shaping(rewards: Sequence[Reward]) -> None:
     """Check that shaping cannot give a wrong answer as much as a right one.
 
-    A reward that ``decides`` gives a right answer at least 1 more than a wrong one; one with a
-    ``reward_range`` can favour a wrong answer by at most the width of that range.
+    A reward that ``decides`` gives a right answer at least 1 more than a wrong one; any other with
+    a ``reward_range`` can favour a wrong answer by at most the width of that range.
     """
     for only in (reward.only for reward in rewards):  # of rows, those that it names
         scoring = [reward for reward in rewards if reward.only in ({}, only)]
@@ -346,7 +346,7 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
         spans = {
             reward.name: abs(reward.weight) * (reward.reward_range[1] - reward.reward_range[0])
             for reward in scoring
-            if reward.reward_range
+            if reward.reward_range and not reward.decides
         }
         for reward in deciding:
             if reward.weight < 0:
