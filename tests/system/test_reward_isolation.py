@@ -220,6 +220,16 @@ def test_a_request_that_nobody_takes_costs_one_sample(make):
     assert score(rewards, "2", columns=large).scores.tolist() == [[2.0]]
 
 
+def test_a_worker_that_is_killed_with_a_request_unread_costs_one_sample(make):
+    rewards = make(workers=1, timeout=60)
+    score(rewards, "1")
+    (server,) = children()
+    (worker,) = children(of=server)
+    os.kill(worker, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)).start()
+    assert score(rewards, "1", "2").failed[:, 0].tolist() == [True, False]
+
+
 def test_what_workers_call(make):
     """Workers call what a factory makes, with messages or with an argument of the config."""
     assert score(make("make_scaled", factor=3), "2").total.tolist() == [6]

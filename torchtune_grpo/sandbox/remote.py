@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
 from torchtune_grpo.sandbox.syscalls import seconds_waited
-from torchtune_grpo.sandbox.wire import PeerGone, load, receive, send_bytes
+from torchtune_grpo.sandbox.wire import PeerGone, load, receive, send_bytes, talking
 
 _IMPORT_SECONDS = 120.0  # importing torch on a busy machine can take long
 
@@ -119,8 +119,8 @@ class RemoteObject:
         """Wait until an answer begins to come; the process's waits for a CPU do not count."""
         begun, before, left = time.monotonic(), seconds_waited(self._pid), seconds
         while left > 0:
-            sock.settimeout(left)
-            with suppress(TimeoutError):
+            with suppress(TimeoutError), talking():
+                sock.settimeout(left)
                 sock.recv(1, socket.MSG_PEEK)
                 return
             waited = seconds_waited(self._pid) - before
