@@ -14,7 +14,7 @@ from torchtune_grpo.rewards import RewardSet, TrainerState
 
 # A reward that does as the completion says.
 ACTOR = """
-import asyncio, ctypes, os, re, signal, subprocess, sys, threading, time
+import asyncio, ctypes, decimal, os, re, signal, subprocess, sys, threading, time
 
 class Actor:
     def __init__(self, folder, bonus=0.0):
@@ -82,6 +82,9 @@ def make_scaled(factor):
 def longest(prompts, completions, **columns):
     if "raise" in completions: raise KeyError("mine")
     return [float(len(text) == max(map(len, completions))) for text in completions]
+
+def decimals(prompts, completions, **columns):
+    return [decimal.Decimal(text) for text in completions]
 
 def chats(prompts, completions, **columns):
     return [float(completions[0][0]["content"])]
@@ -234,6 +237,7 @@ def test_what_workers_call(make):
     """Workers call what a factory makes, with messages or with an argument of the config."""
     assert score(make("make_scaled", factor=3), "2").total.tolist() == [6]
     assert score(make("chats", format="chat"), "2").total.tolist() == [2]
+    assert score(make("decimals"), "0.5").total.tolist() == [0.5]  # as without a process
     scaled = make("scaled", factor=3)
     assert score(scaled, "2", columns={"factor": [100]}).total.tolist() == [6]
 
