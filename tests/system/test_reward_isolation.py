@@ -11,6 +11,8 @@ import pytest
 from processes import children, is_alive, wait_until
 
 from torchtune_grpo.rewards import RewardSet, TrainerState
+from torchtune_grpo.sandbox.remote import ObjectLost, ObjectServer, RemoteObject
+from torchtune_grpo.sandbox.worker import Function
 
 # A reward that does as the completion says.
 ACTOR = """
@@ -231,6 +233,17 @@ def test_a_worker_that_is_killed_with_a_request_unread_costs_one_sample(make):
     os.kill(worker, signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)).start()
     assert score(rewards, "1", "2").failed[:, 0].tolist() == [True, False]
+
+
+def test_an_object_that_is_lost_says_why_again(actors):
+    """Rewards that raise are called again, and may ask an environment that was late."""
+    server = ObjectServer()
+    given = {"prompts": [""], "completions": ["sleep"]}
+    late = RemoteObject(server, Function.load, "actors.Actor", {"folder": ""}, True, timeout=0.5)
+    for _ in range(2):
+        with pytest.raises(ObjectLost, match="no answer within 0.5 s"):
+            late.call("call", None, given)
+    server.close()
 
 
 def test_what_workers_call(make):

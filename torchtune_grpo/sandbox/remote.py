@@ -82,6 +82,7 @@ class RemoteObject:
         self._server: ServerProcess | None = None
         self._pid = 0
         self.is_over = False
+        self._end = "it was closed"
 
     def call(self, method: str, *arguments: Any, times: int = 1) -> Any:
         """Return what a method returns; it may take ``times`` the time of a call."""
@@ -93,10 +94,10 @@ class RemoteObject:
 
     def start(self) -> None:
         """Make the object, if that was not done yet."""
+        if self.is_over:
+            raise ObjectLost(self._end)
         if self._socket is not None:
             return
-        if self.is_over:
-            raise ObjectLost("it was closed")
         try:
             self._socket, self._server = self._objects.start()
             self._socket.settimeout(_IMPORT_SECONDS)
@@ -129,10 +130,11 @@ class RemoteObject:
 
     def _lost(self, error: Exception) -> ObjectLost:
         self.kill()
-        if isinstance(error, TimeoutError):
-            text = f"no answer within {self._timeout:g} s; its processes were killed"
-            return ObjectLost(text, is_late=True)
-        return ObjectLost(f"its process ended ({error})")
+        is_late = isinstance(error, TimeoutError)
+        self._end = f"its process ended ({error})"
+        if is_late:
+            self._end = f"no answer within {self._timeout:g} s; its processes were killed"
+        return ObjectLost(self._end, is_late=is_late)
 
     def kill(self) -> None:
         """End the process with all that it started; another thread may be waiting for a call."""
