@@ -28,7 +28,7 @@ log = get_logger("INFO")
 
 _LONGEST = 100_000  # characters in a completion
 _MAX_TRIED = 500  # rows, which take five seconds
-_MAX_SOLUTIONS = 10  # of a row's own
+_MAX_SOLUTIONS = 10  # that are tried of one row
 _RAISES = "raise Exception('always')"
 
 

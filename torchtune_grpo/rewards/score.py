@@ -390,5 +390,5 @@ def _row_faults(
 ) -> dict[int, str | None]:
     """Return what keeps the reward ``name`` from scoring answers to items, as its check says."""
     faults = check([item["columns"] for item in items])
-    said = f"the reward {name!r} can score no answer: "
-    return {i: None if fault is None else f"{said}{fault}" for i, fault in faults.items()}
+    begin = f"the reward {name!r} can score no answer: "
+    return {i: None if fault is None else f"{begin}{fault}" for i, fault in faults.items()}

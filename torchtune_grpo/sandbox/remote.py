@@ -20,11 +20,11 @@ _IMPORT_SECONDS = 120.0  # importing torch on a busy machine can take long
 
 
 class ObjectError(Exception):
-    """An error of an object's code, in its words."""
+    """An error that an object's code raised, with its message."""
 
 
 class ObjectLost(RuntimeError):
-    """An object that is no more: it did not answer in time, or its process has ended."""
+    """Raised for a lost object: it did not answer in time, or its process has ended."""
 
     def __init__(self, text: str, *, is_late: bool = False) -> None:
         super().__init__(text)
