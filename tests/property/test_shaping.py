@@ -70,6 +70,16 @@ def test_weights_with_which_shaping_would_win_are_refused():
         RewardSet.from_config([node, format_node])
 
 
+def test_a_reward_that_decides_may_declare_its_range():
+    def right(prompts, completions, **columns):
+        return [1.0] * len(completions)
+
+    right.decides, right.reward_range = True, (0.0, 1.0)
+    RewardSet([Reward("right", right), Reward("f", math_format_reward, weight=0.99)])
+    with pytest.raises(ValueError, match=r"together f 1 can outweigh .*\(1\)"):
+        RewardSet([Reward("right", right), Reward("f", math_format_reward, weight=1.0)])
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [

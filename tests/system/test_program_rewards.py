@@ -110,10 +110,11 @@ def test_wrong_ones_do_not(score):
 
 @pytest.mark.slow
 def test_a_share_of_the_tests(score):
-    """None of those that did not come to their end counts."""
+    """None of those that did not come to their end counts; the share does not decide."""
     half = "n = int(input())\nprint(6)\nprint(8)"
     programs = [DOUBLE, half, "1 / 0", WRONG["sleeps"], WRONG["forges"], WRONG["knows the name"]]
     assert score(programs, partial=True) == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert ProgramReward().decides and not ProgramReward(partial=True).decides
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -11,10 +11,12 @@ import pytest
 from processes import children, is_alive, wait_until
 
 from torchtune_grpo.rewards import RewardSet, TrainerState
+from torchtune_grpo.sandbox.remote import ObjectLost, ObjectServer, RemoteObject
+from torchtune_grpo.sandbox.worker import Function
 
 # A reward that does as the completion says.
 ACTOR = """
-import asyncio, ctypes, os, re, signal, subprocess, sys, threading, time
+import asyncio, ctypes, decimal, os, re, signal, subprocess, sys, threading, time
 
 class Actor:
     def __init__(self, folder, bonus=0.0):
@@ -82,6 +84,9 @@ def make_scaled(factor):
 def longest(prompts, completions, **columns):
     if "raise" in completions: raise KeyError("mine")
     return [float(len(text) == max(map(len, completions))) for text in completions]
+
+def decimals(prompts, completions, **columns):
+    return [decimal.Decimal(text) for text in completions]
 
 def chats(prompts, completions, **columns):
     return [float(completions[0][0]["content"])]
@@ -220,10 +225,32 @@ def test_a_request_that_nobody_takes_costs_one_sample(make):
     assert score(rewards, "2", columns=large).scores.tolist() == [[2.0]]
 
 
+def test_a_worker_that_is_killed_with_a_request_unread_costs_one_sample(make):
+    rewards = make(workers=1, timeout=60)
+    score(rewards, "1")
+    (server,) = children()
+    (worker,) = children(of=server)
+    os.kill(worker, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (worker, signal.SIGKILL)).start()
+    assert score(rewards, "1", "2").failed[:, 0].tolist() == [True, False]
+
+
+def test_an_object_that_is_lost_says_why_again(actors):
+    """Rewards that raise are called again, and may ask an environment that was late."""
+    server = ObjectServer()
+    given = {"prompts": [""], "completions": ["sleep"]}
+    late = RemoteObject(server, Function.load, "actors.Actor", {"folder": ""}, True, timeout=0.5)
+    for _ in range(2):
+        with pytest.raises(ObjectLost, match="no answer within 0.5 s"):
+            late.call("call", None, given)
+    server.close()
+
+
 def test_what_workers_call(make):
     """Workers call what a factory makes, with messages or with an argument of the config."""
     assert score(make("make_scaled", factor=3), "2").total.tolist() == [6]
     assert score(make("chats", format="chat"), "2").total.tolist() == [2]
+    assert score(make("decimals"), "0.5").total.tolist() == [0.5]  # as without a process
     scaled = make("scaled", factor=3)
     assert score(scaled, "2", columns={"factor": [100]}).total.tolist() == [6]
 

@@ -151,6 +151,9 @@ def test_missing_column():
     message = r"'r0' needs the column 'answer', .* has \['answers', 'x'\]\. Did you mean answers\?"
     with pytest.raises(ValueError, match=message):
         score(math_correctness_reward, columns={"answers": ["1"] * 4, "x": [1] * 4})
+    rewards = RewardSet.from_config([{"_component_": FORMAT, "only": {"levle": 1}}])
+    with pytest.raises(ValueError, match=r"only={'levle': 1}, .* Did you mean level\?"):
+        rewards(prompts=["p"], completions=["c"], columns={"level": [1]})
 
 
 def scaled_length(prompts, completions, *, scale=1.0, limit=None, **columns):

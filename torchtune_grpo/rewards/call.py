@@ -52,10 +52,10 @@ class Batch:
     seed: int = 0  # of the run
 
     def own_seed(self) -> int:
-        """Return a seed for a process that gets this batch; like answers have the same one."""
+        """Return a seed that depends on run, step, prompts and completions alone."""
         step = -1 if self.trainer_state is None else self.trainer_state.global_step
-        said = [*map(str, self.prompts), *map(str, self.completions)]
-        key = "\0".join([f"{self.seed} {step}", *said])
+        texts = [*map(str, self.prompts), *map(str, self.completions)]
+        key = "\0".join([f"{self.seed} {step}", *texts])
         return random.Random(key.encode(errors="replace")).getrandbits(63)
 
     def arguments(self, reward: Reward, outcome: Outcome) -> dict[str, object]:

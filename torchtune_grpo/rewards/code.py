@@ -28,7 +28,7 @@ log = get_logger("INFO")
 
 _LONGEST = 100_000  # characters in a completion
 _MAX_TRIED = 500  # rows, which take five seconds
-_MAX_SOLUTIONS = 10  # of a row's own
+_MAX_SOLUTIONS = 10  # that are tried of one row
 _RAISES = "raise Exception('always')"
 
 
@@ -215,7 +215,8 @@ class ProgramReward(CodeReward):
     ``fn_name`` is a class, an input is a list of method names and a list of their arguments.
     Printed outputs are compared line by line and word by word, numbers by value and decimals to
     within a millionth. The score is 1.0 if all tests pass, else 0.0, and the first failure ends the
-    tests. With ``partial``, the score is the share of tests that pass.
+    tests. With ``partial``, the score is the share of tests that pass, and does not decide what is
+    right.
     """
 
     __name__ = "program_reward"
@@ -225,6 +226,7 @@ class ProgramReward(CodeReward):
     def __init__(self, *, partial: bool = False, timeout: float = 5.0, **limits: Any) -> None:
         super().__init__(timeout=timeout, **limits)
         self.partial = partial
+        self.decides = not partial  # partial scores of wrong programs may be nearly 1
 
     def __call__(  # type: ignore[override]  # another column
         self, prompts: list[str], completions: list[str], *, tests: list[Any], **columns: Any

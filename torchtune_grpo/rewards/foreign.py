@@ -14,8 +14,8 @@ _UNREAD = re.compile(r"'|\\prime(?![a-z])|\\[lcdv]?dots(?![a-z])|\.\.\.|…")
 
 
 def expression_comparer() -> Callable[[str, str], bool | None]:
-    """Make a function by which math-verify says whether two bare LaTeX expressions are equal. It
-    returns None if the second one, the gold, cannot be read.
+    """Make a function that asks math-verify whether two bare LaTeX expressions are equal. It
+    returns None if math-verify cannot read the second one, the gold.
 
     math-verify may read a part of an expression and drop the rest. So one whose value does not grow
     by 7919 when ``7919 +`` is put before it has not been read. Primes and dots, which it always

@@ -38,7 +38,7 @@ Question:
 
 Reply with {wanted} and nothing else."""
 _ANSWER = "Answer {number}:\n<{fence}>\n{text}\n</{fence}>"
-_AROUND_MARKS = " \t\r\n[]*`."
+_AROUND_MARKS = " \t\r\n[]*`"
 _LONGEST_PAUSE = 60.0  # seconds, whatever a server asks for
 _TRY_AGAIN = (408, 429)  # of the errors that blame the request
 
@@ -130,8 +130,8 @@ class JudgeReward:
 
     def _read(self, text: str, count: int) -> list[float]:
         """Return the marks in a reply that consists of them alone."""
-        plain = text.rpartition("</think>")[2].strip(_AROUND_MARKS).removeprefix("json")
-        parts = [part.strip(_AROUND_MARKS) for part in plain.split(",")]
+        plain = _bare(text.rpartition("</think>")[2]).removeprefix("json")
+        parts = map(_bare, plain.split(","))
         marks = [float(part.removesuffix(f"/{self._best}")) for part in parts]
         if len(marks) != count or not all(0 <= mark <= self._best for mark in marks):
             raise ValueError(f"not {count} marks from 0 to {self._best}: {shortened(text)}")
@@ -223,6 +223,11 @@ class MarkCache:
             row = key, json.dumps(marks)
             self._file.execute("INSERT OR IGNORE INTO marks VALUES (?, ?)", row)
         return self.get(key) or marks
+
+
+def _bare(text: str) -> str:
+    """Return a text without markup around it, and without a final full stop, as in ``**8**.``"""
+    return text.lstrip(_AROUND_MARKS).rstrip(f"{_AROUND_MARKS}.")
 
 
 def _as_text(value: Any) -> str:

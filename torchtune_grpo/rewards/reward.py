@@ -110,6 +110,14 @@ class Reward:
                     f"{{{name}: ...}}, or set {name} in the reward's node."
                 )
 
+    def check_only(self, columns: Iterable[str], *, data: str = "dataset") -> None:
+        """Check that ``data``, a key of the config, has the columns that ``only`` names."""
+        present = sorted(columns)
+        for name in self.only:
+            if name not in present:
+                only = f"The reward {self.name!r} has only={dict(self.only)}"
+                raise ValueError(f"{only}, but {data} has {present}.{suggest(name, present)}")
+
     def applies_to(self, row: Mapping[str, object]) -> bool:
         """Whether it scores answers to a row with these columns, as far as ``only`` says."""
         return all(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtune.utils import get_logger, log_rank_zero
 
 from torchtune_grpo.advantages import total_reward
-from torchtune_grpo.config.text import shortened, suggest, visible
+from torchtune_grpo.config.text import shortened, visible
 from torchtune_grpo.data.dataset import Item, PromptData
 from torchtune_grpo.machine.interrupt import breakable
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank, rank
@@ -239,6 +239,7 @@ class RewardSet:
         (ContractError), too many failures (RewardFailure), or a signal (Interrupted).
         """
         for reward in self.rewards:
+            reward.check_only(columns)
             reward.check_columns(columns)
         batch = Batch(
             [*map(Prompt.of, prompts)],
@@ -336,8 +337,8 @@ class RewardSet:
 def _check_shaping(rewards: Sequence[Reward]) -> None:
     """Check that shaping cannot give a wrong answer as much as a right one.
 
-    A reward that ``decides`` gives a right answer at least 1 more than a wrong one; one with a
-    ``reward_range`` can favour a wrong answer by at most the width of that range.
+    A reward that ``decides`` gives a right answer at least 1 more than a wrong one; any other with
+    a ``reward_range`` can favour a wrong answer by at most the width of that range.
     """
     for only in (reward.only for reward in rewards):  # of rows, those that it names
         scoring = [reward for reward in rewards if reward.only in ({}, only)]
@@ -346,7 +347,7 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
         spans = {
             reward.name: abs(reward.weight) * (reward.reward_range[1] - reward.reward_range[0])
             for reward in scoring
-            if reward.reward_range
+            if reward.reward_range and not reward.decides
         }
         for reward in deciding:
             if reward.weight < 0:
@@ -368,11 +369,8 @@ def _are_parts(one: Reward, other: Reward) -> bool:
 
 def _check_own_columns(reward: Reward, dataset: PromptData, key: str) -> None:
     """Check that a reward with ``only`` has rows, and that they have the columns it needs."""
-    columns, scored = dataset[0]["columns"], list[Mapping[str, object]]()
-    where = f"The reward {reward.name!r} has only={dict(reward.only)}"
-    for name in reward.only:
-        if name not in columns:
-            raise ValueError(f"{where}, but {key} has {sorted(columns)}.{suggest(name, columns)}")
+    scored = list[Mapping[str, object]]()
+    reward.check_only(dataset[0]["columns"], data=key)
 
     def check(items: Sequence[Item]) -> dict[int, str | None]:
         rows = [item["columns"] for item in items if reward.applies_to(item["columns"])]
@@ -383,7 +381,8 @@ def _check_own_columns(reward: Reward, dataset: PromptData, key: str) -> None:
 
     dataset.check(check, where=key, drawn_rows=False)
     if key == "dataset" and not scored:
-        raise ValueError(f"{where}, but no row of {key} has these; correct it.")
+        only = f"The reward {reward.name!r} has only={dict(reward.only)}"
+        raise ValueError(f"{only}, but no row of {key} has these; correct it.")
 
 
 def _row_faults(
@@ -391,5 +390,5 @@ def _row_faults(
 ) -> dict[int, str | None]:
     """Return what keeps the reward ``name`` from scoring answers to items, as its check says."""
     faults = check([item["columns"] for item in items])
-    said = f"the reward {name!r} can score no answer: "
-    return {i: None if fault is None else f"{said}{fault}" for i, fault in faults.items()}
+    begin = f"the reward {name!r} can score no answer: "
+    return {i: None if fault is None else f"{begin}{fault}" for i, fault in faults.items()}

@@ -134,8 +134,8 @@ class FunctionWorker:
         try:
             answer = self._loaded().call("call", seed, arguments, times=times)
         except ObjectError as error:
-            said, _, trace = str(error).partition("\n")
-            raise RuntimeError(said) from RuntimeError(trace)
+            summary, _, trace = str(error).partition("\n")
+            raise RuntimeError(summary) from RuntimeError(trace)
         except ObjectLost as error:
             self.close()
             raise (TimeoutError if error.is_late else WorkerLost)(str(error)) from None

@@ -92,7 +92,7 @@ class _Completion:
             try:
                 with contextlib.redirect_stdout(printed if call["prints"] else sys.stdout):
                     value = self._operation(call["do"], call["on"])(*args, **kwargs)
-                    # There is more to an own subclass of dict, say, than the dict.
+                    # A subclass of dict, say, that the completion defines is more than a dict.
                     own = call["do"] == "call" and type(value) is self._objects[call["on"]]
                     is_plain = not own or type(value).__module__ != "completion"
                     kept = dump(value, self._keep) if is_plain else ["object", *self._keep(value)]

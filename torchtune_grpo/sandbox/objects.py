@@ -128,7 +128,8 @@ def _run_object(requests: socket.socket, to_import: Sequence[str]) -> None:
                     value = getattr(made, method)(*arguments)
                 answer = {"value": dump(value)}
             except BaseException as error:
-                answer = {"error": _text_of(error)}
+                text = str(error) or "".join(traceback.format_exception_only(error)).strip()
+                answer = {"error": text}
             send(requests, answer)
     _close(getattr(made, "close", None))
 
@@ -150,10 +151,6 @@ def _awaited(awaitable: Awaitable[object], loop: asyncio.AbstractEventLoop) -> o
     if error is not None:
         raise error
     return value
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) or "".join(traceback.format_exception_only(error)).strip()
 
 
 def _close(close: Callable[[], object] | None) -> None:

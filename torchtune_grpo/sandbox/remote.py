@@ -14,17 +14,17 @@ from typing import Any
 
 from torchtune_grpo.sandbox.server import ServerLost, ServerProcess
 from torchtune_grpo.sandbox.syscalls import seconds_waited
-from torchtune_grpo.sandbox.wire import PeerGone, load, receive, send_bytes
+from torchtune_grpo.sandbox.wire import PeerGone, load, receive, send_bytes, talking
 
 _IMPORT_SECONDS = 120.0  # importing torch on a busy machine can take long
 
 
 class ObjectError(Exception):
-    """An error of an object's code, in its words."""
+    """An error that an object's code raised, with its message."""
 
 
 class ObjectLost(RuntimeError):
-    """An object that is no more: it did not answer in time, or its process has ended."""
+    """Raised for a lost object: it did not answer in time, or its process has ended."""
 
     def __init__(self, text: str, *, is_late: bool = False) -> None:
         super().__init__(text)
@@ -82,6 +82,7 @@ class RemoteObject:
         self._server: ServerProcess | None = None
         self._pid = 0
         self.is_over = False
+        self._end = "it was closed"
 
     def call(self, method: str, *arguments: Any, times: int = 1) -> Any:
         """Return what a method returns; it may take ``times`` the time of a call."""
@@ -93,10 +94,10 @@ class RemoteObject:
 
     def start(self) -> None:
         """Make the object, if that was not done yet."""
+        if self.is_over:
+            raise ObjectLost(self._end)
         if self._socket is not None:
             return
-        if self.is_over:
-            raise ObjectLost("it was closed")
         try:
             self._socket, self._server = self._objects.start()
             self._socket.settimeout(_IMPORT_SECONDS)
@@ -119,8 +120,8 @@ class RemoteObject:
         """Wait until an answer begins to come; the process's waits for a CPU do not count."""
         begun, before, left = time.monotonic(), seconds_waited(self._pid), seconds
         while left > 0:
-            sock.settimeout(left)
-            with suppress(TimeoutError):
+            with suppress(TimeoutError), talking():
+                sock.settimeout(left)
                 sock.recv(1, socket.MSG_PEEK)
                 return
             waited = seconds_waited(self._pid) - before
@@ -129,10 +130,11 @@ class RemoteObject:
 
     def _lost(self, error: Exception) -> ObjectLost:
         self.kill()
-        if isinstance(error, TimeoutError):
-            text = f"no answer within {self._timeout:g} s; its processes were killed"
-            return ObjectLost(text, is_late=True)
-        return ObjectLost(f"its process ended ({error})")
+        is_late = isinstance(error, TimeoutError)
+        self._end = f"its process ended ({error})"
+        if is_late:
+            self._end = f"no answer within {self._timeout:g} s; its processes were killed"
+        return ObjectLost(self._end, is_late=is_late)
 
     def kill(self) -> None:
         """End the process with all that it started; another thread may be waiting for a call."""

@@ -44,7 +44,8 @@ class NotPlain(Exception):
 
 
 @contextmanager
-def _talking() -> Iterator[None]:
+def talking() -> Iterator[None]:
+    """Raise PeerGone where the socket reports that the other side has ended."""
     try:
         yield
     except TimeoutError:
@@ -55,7 +56,7 @@ def _talking() -> Iterator[None]:
 
 def send_bytes(sock: socket.socket, data: bytes) -> None:
     """Send one message; raises PeerGone if the other side has ended."""
-    with _talking():
+    with talking():
         sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
@@ -83,7 +84,7 @@ def receive(sock: socket.socket, *, limit: int = MAX_BYTES) -> Any:
 
 def _read(sock: socket.socket, count: int) -> bytes:
     data = bytearray()
-    with _talking():
+    with talking():
         while len(data) < count:
             part = sock.recv(min(count - len(data), 2**20))
             if not part:

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from decimal import Decimal
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -91,4 +92,4 @@ def _plain(value: object) -> object:
         return [*map(_plain, value)]
     if hasattr(value, "tolist"):  # tensors, arrays and their numbers
         return value.tolist()
-    return float(value) if isinstance(value, Real) else str(value)
+    return float(value) if isinstance(value, (Real, Decimal)) else str(value)
