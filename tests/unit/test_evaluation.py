@@ -158,9 +158,9 @@ def test_parts_grow_while_they_are_short_or_more_answers_at_once_are_faster(monk
     now = [0.0]
     monkeypatch.setattr(answers.time, "monotonic", lambda: now[0])
 
-    def sizes(seconds, count=600, most=None):
-        found = []
-        for part in parts([{"index": n} for n in range(count)], most=most, is_kept=True):
+    def sizes(seconds, count=600, least=16, most=600):
+        found, items = [], [{"index": n} for n in range(count)]
+        for part in parts(items, least=least, most=most, is_kept=True):
             found.append(len(part))
             now[0] += seconds(len(part))
         assert sum(found) == count
@@ -168,7 +168,12 @@ def test_parts_grow_while_they_are_short_or_more_answers_at_once_are_faster(monk
 
     assert sizes(lambda n: 0.5 * n) == [16, 32, 64, 64, 64, 64, 64, 64, 64, 64, 40]
     assert sizes(lambda n: 100 + n / 64) == [16, 32, 64, 128, 256, 104]  # as on a GPU
-    assert sizes(lambda n: 20.0 * n, count=40) == [16, 32 - 8]
+    assert sizes(lambda n: 20.0 * n, count=60) == [16, 32, 12]
     assert sizes(lambda n: 0, most=200) == [16, 32, 64, 128, 200, 160]
-    whole = parts([{"index": n} for n in range(90)], most=None, is_kept=False)
+    # A slow CPU: parts stay full, whatever they take.
+    assert sizes(lambda n: 60 + 2 * n, count=400, least=64) == [64, 128, 64, 64, 64, 16]
+    # What was capped shrinks from there.
+    grown = iter([1.0] * 8 + [100.0] * 8)
+    assert sizes(lambda n: next(grown), most=64) == [16, 32, *[64] * 7, 32, *[16] * 4, 8]
+    whole = parts([{"index": n} for n in range(90)], least=16, most=90, is_kept=False)
     assert [len(part) for part in whole] == [90]

@@ -203,6 +203,12 @@ def test_cut_off_and_right():
     assert found["key"] == "optimizer.lr"
     (found,) = run([step_with(CUT, 0.6, **{LEVEL: 0.04, "frac_informative_groups": 0.0})] * 9)
     assert found["name"] == "truncated"  # and not all_wrong
+    none_ends = step_with(CUT, 1.0, **{LEVEL: 0.0})
+    (found,) = run([none_ends] * 3)
+    assert "None ever ended by itself" in found["evidence"]
+    some_end = step_with(CUT, 0.6, **{LEVEL: 0.0})
+    (found,) = run([none_ends | {LEVEL: 0.3}] * 3 + [some_end] * 3)
+    assert found["evidence"] == "max_generated_tokens cut off 60% of the responses."
 
 
 def test_evaluations_are_no_steps():
@@ -299,6 +305,8 @@ def test_reward_hacking():
         "0.3 to 0.3."
     )
     assert line["remedy"] == "Set rewards.1.weight: 0.1 -> 0.05."
+    (line,) = run(evaluated(rewards, flat), "rewards.1.weight=1")
+    assert line["remedy"] == "Set rewards.1.weight: 1 -> 0.5."
     alone = "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward}]"
     assert [line["remedy"] for line in run(evaluated(rewards, flat), alone)] == [
         "Set loss.kl_coeff: 0 -> 0.04."

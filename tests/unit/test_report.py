@@ -10,6 +10,7 @@ from kill_points import disk_of, kill_points
 from recorded_runs import completion, evaluation, write_hostile_run, write_lines, write_run
 from runs import run_python
 
+from torchtune_grpo.monitor import report
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, RUN_FILE, read
 from torchtune_grpo.monitor.report import main, write_page
 
@@ -228,6 +229,12 @@ def test_500_steps_fit_into_8_mb(tmp_path, text):
     steps = [group["step"] for group in data["groups"]]
     assert steps == sorted(steps)
     assert max(b - a for a, b in zip([0, *steps], [*steps, 500])) <= 17
+
+
+def test_a_group_larger_than_the_page_is_shown_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_MAX_BYTES", 100)
+    data = of_run(write_run(tmp_path, steps=2))
+    assert data["recorded"] == 4 and [group["step"] for group in data["groups"]] == [2]
 
 
 def test_a_long_completion_says_how_much_is_left_out(tmp_path):

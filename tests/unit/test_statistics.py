@@ -112,6 +112,14 @@ def test_the_paired_test_of_any_scores_agrees_with_drawn_signs():
     assert paired_test(before, after).p == pytest.approx(drawn.mean(), abs=0.015)
 
 
+def test_the_paired_test_of_large_scores_agrees_with_that_of_small_ones():
+    """Whole numbers, too, are rounded: counting their sums would take all memory there is."""
+    draw = np.random.default_rng(0)
+    before, after = draw.random((2, 100))
+    large = paired_test(np.rint(before * 1e9), np.rint(after * 1e9))
+    assert large.p == pytest.approx(paired_test(before, after).p, abs=1e-3)
+
+
 def test_the_interval_of_a_difference_is_bonett_and_prices():
     """And never empty, even where no prompt's score has changed."""
     lost, won, total = 20, 50, 300

@@ -36,6 +36,8 @@ FIXED = (
 # Optimizer settings that a resumed run takes from its config and not from the checkpoint
 HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
+# Arguments of data sets that name no file, although there may be one of that name
+_NO_FILES = {"columns", "prompt_column", "split", "system_prompt", "prompt_template", "prefill"}
 # Files in a model's folder that say what its weights and its texts mean
 OF_A_MODEL = (
     *("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.model"),
@@ -113,14 +115,17 @@ def _hidden(key: str, value: Any) -> Any:
 
 def _identity(key: str, value: object) -> dict[str, object]:
     """Return a path's name, with a digest if it is a file; other values go to ``_hidden``."""
-    if isinstance(value, str) and _is_below(key, ("dataset",)) and has_magic(value):
+    of_dataset = _is_below(key, ("dataset",))
+    if not isinstance(value, str) or (of_dataset and not _NO_FILES.isdisjoint(key.split("."))):
+        return {key: _hidden(key, value)}
+    if of_dataset and has_magic(value):
         return {key: value, f"{key} files": _digest_of(map(Path, glob(value, recursive=True)))}
-    if not isinstance(value, str) or not os.path.exists(value):
+    if not os.path.exists(value):
         return {key: _hidden(key, value)}
     path = Path(value)
     if path.is_file():
         return {key: f"{path.name} (sha256 {sha256_of(path)[:16]})"}
-    if _is_below(key, ("dataset",)):
+    if of_dataset:
         return {key: path.name, f"{key} files": _digest_of(path.rglob("*"))}
     files = sorted({file for pattern in OF_A_MODEL for file in path.glob(pattern)})
     digests = {f"{key}/{file.name}": f"sha256 {sha256_of(file)[:16]}" for file in files}

@@ -14,7 +14,6 @@ from torchtune_grpo.config.text import naming, to_json, write_text
 from torchtune_grpo.data.dataset import Item
 from torchtune_grpo.machine.parallel import gather_over_ranks, on_first_rank
 
-_FIRST_PART = 16  # prompts
 _SHORT, _LONG = 30.0, 60.0  # seconds of a part whose answers are kept
 
 
@@ -74,15 +73,19 @@ class KeptAnswers:
         on_first_rank(write)
 
 
-def parts(items: list[Item], *, most: int | None, is_kept: bool) -> Iterator[list[Item]]:
-    """Yield prompts that are to be answered together: all of them, or at most so many.
+def parts(items: list[Item], *, least: int, most: int, is_kept: bool) -> Iterator[list[Item]]:
+    """Yield prompts that are to be answered together: ``most`` at once, fewer if they are kept.
 
-    A part that is kept is what a kill loses. It grows while it takes less than half a minute, or
-    while twice as many prompts take not much longer, as on a GPU; beyond a minute it shrinks.
+    A kill loses the part that is being answered. A part that is kept therefore begins with
+    ``least`` prompts. It grows while it takes less than half a minute, or while twice as many
+    prompts take not much longer, as on a GPU; beyond a minute it shrinks, but not below ``least``,
+    where answers one by one would be slow. So a kill loses about a minute, or as long as ``least``
+    prompts take, and twice that in the second part, which finds out whether more are faster.
     """
-    start, size, rate = 0, _FIRST_PART if is_kept else len(items), 0.0
+    start, size, rate = 0, least if is_kept else most, 0.0
     while start < len(items):
-        part = items[start : start + min(size, most or size)]
+        size = min(size, most)
+        part = items[start : start + size]
         begun = time.monotonic()
         yield part
         start += len(part)
@@ -92,4 +95,4 @@ def parts(items: list[Item], *, most: int | None, is_kept: bool) -> Iterator[lis
             if seconds < _SHORT or rate > 1.5 * before:
                 size *= 2
             elif seconds > _LONG:
-                size = max(1, size // 2)
+                size = max(least, size // 2)

@@ -24,6 +24,7 @@ from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.rollout import sample_groups
 from torchtune_grpo.rollout.request import RolloutEngine
 
+_LEAST_ROWS = 64  # answers of a rank at once; a CPU gives fewer at a much lower rate
 _MOST_SESSIONS = 256  # conversations at once, each with a process of its own
 
 
@@ -224,10 +225,10 @@ class Evaluator:
         found = {} if kept is None else kept.of(kind)
         meter.skip(_share(len(found)) * samples)
         left = [item for item in items if item["index"] not in found]
-        most = None
+        least, most = max(1, _LEAST_ROWS // samples) * world_size(), len(left)
         if self._environment is not None:
             most = max(1, _MOST_SESSIONS // samples) * world_size()
-        for part in parts(left, most=most, is_kept=kept is not None):
+        for part in parts(left, least=least, most=most, is_kept=kept is not None):
             mine = part[rank() :: world_size()]
             # Sharding needs every rank as often: more answers are given and dropped.
             asked = mine + part[:1] * (_share(len(part)) - len(mine))

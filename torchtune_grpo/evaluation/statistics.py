@@ -88,7 +88,8 @@ def paired_test(before: ArrayLike, after: ArrayLike) -> Paired:
     2^P choices of signs are counted, not sampled; for scores of 0 and 1 that is McNemar's exact
     test. The interval resamples the prompts plus one gain and one loss of 1 (Bonett and Price
     2012), weighted as above. Scores are from 0 to 1 and may be means over samples; differences
-    that are not all multiples of one 1/m, m <= 256, are rounded to 1/256 of the largest for ``p``.
+    that are not all 0 to 256 times the same 1/m, m <= 256, are rounded to 1/256 of the largest for
+    ``p``.
     """
     difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     size = np.abs(difference).mean()
@@ -356,9 +357,11 @@ def _sign_flip_p(difference: NDArray[np.float64]) -> float:
 
 
 def _in_units(difference: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Express the differences as whole multiples of the largest unit 1/m that fits all."""
+    """Express the differences as whole multiples, up to 256, of the largest unit 1/m that fits."""
+    largest = np.abs(difference).max(initial=0)
     for m in range(1, _FINEST_UNIT + 1):
-        if np.allclose(difference * m, np.rint(difference * m), rtol=0, atol=1e-6):
-            return np.rint(difference * m).astype(np.int64)
-    scaled = difference * (_FINEST_UNIT / np.abs(difference).max())
-    return np.rint(scaled).astype(np.int64)
+        scaled = difference * m
+        is_whole = np.allclose(scaled, np.rint(scaled), rtol=0, atol=1e-6)
+        if is_whole and largest * m <= _FINEST_UNIT:
+            return np.rint(scaled).astype(np.int64)
+    return np.rint(difference * (_FINEST_UNIT / largest)).astype(np.int64)

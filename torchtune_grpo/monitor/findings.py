@@ -220,7 +220,7 @@ class History:
         old = self.config(key)
         if not isinstance(old, (int, float)):
             return key, f"Multiply {key} by {factor:g}.", None
-        return self.change(key, type(old)(old * factor))
+        return self.change(key, old * factor)
 
     def weigh(self, index: int, factor: float) -> Advice:
         """Give a reward another weight; an environment's own has none in the config."""
@@ -320,7 +320,7 @@ def responses(run: History) -> Signs:
     if many or (cut >= 0.9 and run.level < 1.2 - cut):
         key = _limit(run)
         evidence, advice = f"{key} cut off {cut:.0%} of the responses.", run.scale(key, 2)
-        if first == 1:
+        if first == cut == 1:
             evidence += " None ever ended by itself: does this model follow its chat template?"
         if has_grown:
             evidence = f"{evidence.removesuffix('.')}, and {first:.0%} in the first steps."

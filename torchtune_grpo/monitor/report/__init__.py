@@ -130,12 +130,15 @@ def _gap(row: Record) -> float:
 
 
 def _fitting(groups: list[list[Record]]) -> list[Record]:
-    """Return all groups, or, if they take too many bytes, one of each step, of every second, ..."""
+    """Return all groups, or, if they take too many bytes, one of each step, of every second, ...
+
+    At least one is left, however large.
+    """
     shown = [_for_page(group) for group in groups]
     sizes = {id(group): len(script_json(group).encode()) for group in shown}
     first = {group["step"]: group for group in reversed(shown)}  # of a step, where most is learnt
     every = 1
-    while sum(sizes[id(group)] for group in shown) > _MAX_BYTES:
+    while len(shown) > 1 and sum(sizes[id(group)] for group in shown) > _MAX_BYTES:
         shown = [*first.values()][::every][::-1]
         every *= 2
     return shown
