@@ -224,6 +224,16 @@ def test_calls_that_are_made_are_counted_where_there_are_tools(qwen, tmp_path):
         assert found["environment/turns"] == [3] * len(talks)
 
 
+def test_a_row_without_tools_is_told_of_none(tmp_path):
+    """Llama's template writes how to call functions even for an empty list of them."""
+    llama = hf_tokenizer(str(write_tokenizer(tmp_path, "llama3_2")))
+    prompt = [{"role": "user", "content": "Hi"}]
+    data = [{"prompt": prompt, "environment": "guess", "secret": 7}]
+    objects = {"echo": EchoEnv, "guess": GuessTuple}
+    rows, _ = play(llama, [["7" + END]], rows=data, objects=objects)
+    assert rows.tokens[0, : rows.prompt_lengths[0]].tolist() == PromptEncoder(llama)(prompt)
+
+
 def test_other_ranks_get_a_conversation_without_its_environment():
     talk = Completion("a", [], "done", kind="K", environment=threading.Lock(), reward=0.5, turns=2)
     assert pickle.loads(pickle.dumps(talk)) == replace(talk, environment=None)
