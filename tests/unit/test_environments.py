@@ -22,6 +22,7 @@ from played import (
     multiply,
 )
 from transformers import AutoTokenizer
+from transformers.utils import get_json_schema
 from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -317,6 +318,16 @@ class NoHints(NoTools):
 
 def no_docstring(a: int) -> int:
     return a
+
+
+class StaticTool(NoTools):
+    multiply = staticmethod(multiply)
+
+
+def test_a_tool_may_be_a_static_method():
+    keys = EnvironmentConfig(_component_="my.StaticTool")
+    (kind,) = make_kinds(keys, [], {"environment": StaticTool}).values()
+    assert kind.schemas == [get_json_schema(multiply)]
 
 
 @pytest.mark.parametrize(
