@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -338,13 +339,14 @@ def test_a_tool_may_be_a_static_method():
         (NoHints, [], r"NoHints.look: a tool needs type hints"),
         (GuessTuple, [multiply], "tools: .* has step"),
         (None, [no_docstring], r"tools\[0\]: a tool needs type hints"),
+        (None, [partial(multiply, b=2)], r"tools\[0\]: a tool needs .* is not a .* function"),
     ],
 )
 def test_what_an_environment_lacks_is_said(environment, tools, said):
     keys = {} if environment is None else {"_component_": f"my.{environment.__name__}"}
     objects = {"environment": environment} | {f"tools.{n}": tool for n, tool in enumerate(tools)}
     with pytest.raises(ConfigError, match=said):
-        make_kinds(EnvironmentConfig(**keys), [f"my.{t.__name__}" for t in tools], objects)
+        make_kinds(EnvironmentConfig(**keys), [f"my.tool_{n}" for n in range(len(tools))], objects)
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ def make_kinds(
     for number, path in enumerate(tools):
         key, given = f"tools[{number}]", objects.get(f"tools.{number}")
         function = given or load_component(key, path)
+        schemas.append(_schema(key, function))
         if (name := function.__name__) in functions:
             raise ConfigError(f"{key}={path}: another tool is called {name}, too; rename one.")
         functions[name] = path if given is None else _pickled(key, given)
-        schemas.append(_schema(key, function))
     kinds: dict[str | None, Kind] = {}
     for name, node in settings.components.items():
         key = "environment" if name is None else f"environment.{name}"
