@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from played import (
     multiply,
 )
 from transformers import AutoTokenizer
+from transformers.utils import get_json_schema
 from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -224,6 +226,16 @@ def test_calls_that_are_made_are_counted_where_there_are_tools(qwen, tmp_path):
         assert found["environment/turns"] == [3] * len(talks)
 
 
+def test_a_row_without_tools_is_told_of_none(tmp_path):
+    """Llama's template writes how to call functions even for an empty list of them."""
+    llama = hf_tokenizer(str(write_tokenizer(tmp_path, "llama3_2")))
+    prompt = [{"role": "user", "content": "Hi"}]
+    data = [{"prompt": prompt, "environment": "guess", "secret": 7}]
+    objects = {"echo": EchoEnv, "guess": GuessTuple}
+    rows, _ = play(llama, [["7" + END]], rows=data, objects=objects)
+    assert rows.tokens[0, : rows.prompt_lengths[0]].tolist() == PromptEncoder(llama)(prompt)
+
+
 def test_other_ranks_get_a_conversation_without_its_environment():
     talk = Completion("a", [], "done", kind="K", environment=threading.Lock(), reward=0.5, turns=2)
     assert pickle.loads(pickle.dumps(talk)) == replace(talk, environment=None)
@@ -309,6 +321,16 @@ def no_docstring(a: int) -> int:
     return a
 
 
+class StaticTool(NoTools):
+    multiply = staticmethod(multiply)
+
+
+def test_a_tool_may_be_a_static_method():
+    keys = EnvironmentConfig(_component_="my.StaticTool")
+    (kind,) = make_kinds(keys, [], {"environment": StaticTool}).values()
+    assert kind.schemas == [get_json_schema(multiply)]
+
+
 @pytest.mark.parametrize(
     ("environment", "tools", "said"),
     [
@@ -317,13 +339,14 @@ def no_docstring(a: int) -> int:
         (NoHints, [], r"NoHints.look: a tool needs type hints"),
         (GuessTuple, [multiply], "tools: .* has step"),
         (None, [no_docstring], r"tools\[0\]: a tool needs type hints"),
+        (None, [partial(multiply, b=2)], r"tools\[0\]: a tool needs .* is not a .* function"),
     ],
 )
 def test_what_an_environment_lacks_is_said(environment, tools, said):
     keys = {} if environment is None else {"_component_": f"my.{environment.__name__}"}
     objects = {"environment": environment} | {f"tools.{n}": tool for n, tool in enumerate(tools)}
     with pytest.raises(ConfigError, match=said):
-        make_kinds(EnvironmentConfig(**keys), [f"my.{t.__name__}" for t in tools], objects)
+        make_kinds(EnvironmentConfig(**keys), [f"my.tool_{n}" for n in range(len(tools))], objects)
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,17 @@ def test_what_is_drawn_at_random_repeats_itself_and_is_the_same_task_for_a_group
     assert draw() == (prompts, said, rewards) != draw(seed=1)
 
 
+def test_what_functions_alone_draw_at_random_is_the_same_for_a_group(qwen):
+    def roll() -> int:
+        """Rolls a die."""
+        return random.randrange(10**9)
+
+    talks = [[use("roll"), "." + END]] * 4
+    rows, _ = play(qwen, talks, rows=[HI, HI], tools=[roll])
+    said = [results(talk) for talk in rows.completions]
+    assert said[0] == said[1] != said[2] == said[3]
+
+
 def test_reset_gets_a_seed_that_its_group_shares(qwen):
     rows, _ = play(qwen, [TALK] * 4, rows=[HI, HI], **node("Seeded"))
     seeds = [int(prompt.text.removeprefix("Hi ")) for prompt in rows.prompts]

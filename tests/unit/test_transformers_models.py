@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.config.keys import RolloutConfig
-from torchtune_grpo.models import hf_model, lora_hf_model, transformers_model
+from torchtune_grpo.models import auto, hf_model, lora_hf_model, transformers_model
 from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.layers import standardize
 from torchtune_grpo.models.weights import HFCheckpointer
@@ -218,7 +218,7 @@ def test_the_text_part_of_a_model_that_also_sees_is_taken_and_saved(tmp_path, na
     torch.testing.assert_close(saved(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_no_causal_decoder_is_refused_by_one_line(tmp_path):
+def test_what_is_no_causal_decoder_is_refused_by_one_line(tmp_path, monkeypatch):
     bidirectional = hf_folder("gemma4", tmp_path / "all", use_bidirectional_attention="all")
     with pytest.raises(
         ValueError, match="model: gemma4_text, .* a token changes the logits of those before it"
@@ -240,3 +240,6 @@ def test_what_is_no_causal_decoder_is_refused_by_one_line(tmp_path):
         file.write_text(json.dumps(settings | change))
         with pytest.raises(ValueError, match=why):
             hf_model(str(folder))
+    monkeypatch.setattr(auto, "version", lambda package: "4.57.0")
+    with pytest.raises(ValueError, match="from version 5 on; `pip install"):
+        hf_model(str(folder))

@@ -227,9 +227,10 @@ def test_calls_in_python_are_read_as_lfm_writes_them(tmp_path):
     turn, parse = {"role": "assistant", "content": "So", "tool_calls": calls}, find_parser(render)
     text = render([{"role": "user", "content": "q"}, turn]).rpartition("assistant\n")[2]
     assert read_turn(text.removesuffix("<|im_end|>\n"), parse, []) == turn
-    for bad in ("at(1)", "[at(1)]", "[at(a=b)]", "[at(**{})]", "at", "[at(a=1)", "[" * 9999):
-        (call,) = read_turn(f"<|tool_call_start|>{bad}<|tool_call_end|>", parse, [])["tool_calls"]
-        assert call["error"] == MALFORMED and call["function"]["arguments"] == bad
+    bad = ["at(1)", "[at(1)]", "[at(a=b)]", "[at(**{})]", "at", "[at(a=1)", "[" * 9999]
+    for text in (*bad, '[at(a={{"x": 1}})]', "[at(a={[1]: 2})]"):
+        (call,) = read_turn(f"<|tool_call_start|>{text}<|tool_call_end|>", parse, [])["tool_calls"]
+        assert call["error"] == MALFORMED and call["function"]["arguments"] == text
 
 
 @pytest.mark.parametrize("template", ["qwen3_6", "nemotron_3_nano", "glm4moe"])

@@ -78,11 +78,11 @@ class Adapter:
 
     def reset(self, row: Mapping[str, object], seed: int) -> str | None:
         """Begin a conversation about a row; return what is added to its prompt."""
+        seed_generators(seed)
         if self.environment is None:
             return None
         reset = self.environment.reset
         with naming("reset", reset):
-            seed_generators(seed)
             seen = observation_of(self._wait(reset(**reset_arguments(reset, row, seed))))
             return None if seen is None else text_of(seen)
 

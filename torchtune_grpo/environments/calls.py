@@ -99,7 +99,7 @@ def _python_calls(written: str) -> list[object]:
         return {"name": ast.unparse(call.func), "arguments": given}
 
     def value(node: ast.expr) -> object:
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError):  # {{"a": 1}} is a set of what cannot be in one
             return ast.literal_eval(node)
         return json.loads(str(ast.get_source_segment(written, node)))
 

@@ -55,10 +55,10 @@ def make_kinds(
     for number, path in enumerate(tools):
         key, given = f"tools[{number}]", objects.get(f"tools.{number}")
         function = given or load_component(key, path)
+        schemas.append(_schema(key, function))
         if (name := function.__name__) in functions:
             raise ConfigError(f"{key}={path}: another tool is called {name}, too; rename one.")
         functions[name] = path if given is None else _pickled(key, given)
-        schemas.append(_schema(key, function))
     kinds: dict[str | None, Kind] = {}
     for name, node in settings.components.items():
         key = "environment" if name is None else f"environment.{name}"
@@ -120,7 +120,8 @@ def _kind(
     adapter: type[Adapter] = ToolAdapter
     if takes_text:
         adapter = InlineAdapter if settings.form == "inline" else StepAdapter
-    own = [_schema(f"{key}._component_={path}.{name}", getattr(of, name), True) for name in methods]
+    bound = {name: inspect.getattr_static(of, name).__get__(object()) for name in methods}
+    own = [_schema(f"{key}._component_={path}.{name}", each) for name, each in bound.items()]
     return Kind(
         of.__name__,
         Recipe(adapter, component, arguments, functions, methods),
@@ -154,11 +155,9 @@ def _tool_methods(of: type) -> list[str]:
     return methods
 
 
-def _schema(key: str, function: Callable[..., Any], is_method: bool = False) -> Mapping[str, Any]:
+def _schema(key: str, function: Callable[..., Any]) -> Mapping[str, Any]:
     """Return the JSON schema of a tool, from its type hints and its Google docstring."""
     try:
-        if is_method and not isinstance(function, staticmethod):
-            function = function.__get__(object())  # without self
         return get_json_schema(function)
     except Exception as error:
         raise ConfigError(

@@ -12,6 +12,7 @@ that samples. Losses for routers of experts are off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -210,6 +211,11 @@ class _BaseOutput(tuple[Tensor]):
 
 def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
     """Build the causal model, or its text part; return what renames weights in its files, too."""
+    if int(version("transformers").partition(".")[0]) < 5:
+        raise ValueError(
+            f"model_dir={model_dir}: transformers' own modules compute this model, from version 5 "
+            'on; `pip install "transformers>=5"`.'
+        )
     # Which takes seconds.
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 

@@ -114,7 +114,8 @@ class HFTokenizer:
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> HFTokenizer:
         """Return one whose prompts describe tools, given as JSON schemas."""
         other = copy.copy(self)
-        other._template_kwargs = {**self._template_kwargs, "tools": [*tools]}
+        # Llama's template describes calls even for an empty list.
+        other._template_kwargs = {**self._template_kwargs, "tools": [*tools] or None}
         other.template = other._dateless_template()
         if tools and other.template and "tools" not in other.template:
             raise ValueError(f"tools: the chat template describes no tools. {OTHER_TOOLS}")
