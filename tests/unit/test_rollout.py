@@ -598,6 +598,22 @@ def test_non_finite_row_does_not_spread_to_later_rows():
     assert got[1:] == expected[1:]
 
 
+def test_non_finite_row_that_is_cut_off_does_not_spread_to_the_next_rollout(monkeypatch):
+    model = build_policy("untied")
+    prompts, options = random_prompts([4, 5, 6, 3, 7, 2, 8], seed=1), {"group_size": 1}
+    options |= {"stops": (STOP, 11, 30, 44, 1, 2, 3), "seed": 1}
+    expected = sample(native(model, max_rows=2), prompts, **options)
+    engine, looks = NativeEngine(context(model, max_rows=2, deadline=8)), itertools.count()
+    finite = model.tok_embeddings.weight.data.clone()
+    model.tok_embeddings.weight.data[0] = torch.nan
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: next(looks))  # a clock that ticks at every look
+        cut = sample(engine, [[5, 6, 0], [7, 8, 9]], group_size=1, stops=())
+    assert cut.truncated.all() and cut.sampler_logprobs.isnan().any(dim=1).tolist() == [True, False]
+    model.tok_embeddings.weight.data.copy_(finite)
+    assert_same_samples(sample(engine, prompts, **options), expected)
+
+
 def test_progress_is_reported(monkeypatch):
     monkeypatch.setattr(batch, "REPORT_SECONDS", -1.0)
     seen = []

@@ -105,6 +105,7 @@ class GroupRollout:
                 self._request.report(Progress(tokens, finished, live, rows))
                 reported = time.monotonic()
         self._remove_ended()  # since the last look, if it must stop
+        self._free([*self.live, *self._paused.rows.values()])
         return self.transcript.samples(
             lengths=[row.count for row in self._rows],
             truncated=[not row.ended or row.number in self._paused.rows for row in self._rows],
