@@ -37,6 +37,7 @@ from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import batch, sample_groups
 from torchtune_grpo.rollout import native as engines
+from torchtune_grpo.rollout.attention import GridAttention
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
@@ -612,6 +613,15 @@ def test_non_finite_row_that_is_cut_off_does_not_spread_to_the_next_rollout(monk
     assert cut.truncated.all() and cut.sampler_logprobs.isnan().any(dim=1).tolist() == [True, False]
     model.tok_embeddings.weight.data.copy_(finite)
     assert_same_samples(sample(engine, prompts, **options), expected)
+
+
+def test_live_rows_are_laid_out_once_as_long_as_they_stay_the_same(monkeypatch):
+    laid_out, lay_out = [], GridAttention._lay_out
+    monkeypatch.setattr(
+        GridAttention, "_lay_out", lambda self, live: laid_out.append(1) or lay_out(self, live)
+    )
+    sample(native(build_policy(), max_rows=3), random_prompts([5, 2, 9]), stops=())
+    assert len(laid_out) == 2  # three rows, and the next three
 
 
 def test_progress_is_reported(monkeypatch):

@@ -163,7 +163,8 @@ class GroupRollout:
                 row.response = self.transcript.tokens[row.number, : row.count].tolist()
                 self._paused.add(row, now=self._steps)
         self._free([row for row in ended if row.number not in self._paused.rows])
-        self.live = [row for row in self.live if row not in ended]
+        if ended:  # the same list is what attention has laid out already
+            self.live = [row for row in self.live if row not in ended]
         return ended
 
     def _free(self, rows: Sequence[Row]) -> None:
