@@ -354,6 +354,22 @@ def test_quantized_base(merge, kind, share, monkeypatch, caplog):
     assert ("made anew for every token, which is slow" in caplog.text) == (share < 1)
 
 
+@pytest.mark.parametrize("merge", ["auto", "always", "never"])
+@pytest.mark.parametrize("kind", ["llama", "lora"])
+def test_without_memory_for_copies_adapters_stay_beside_the_weights(
+    kind, merge, monkeypatch, caplog
+):
+    """Training may even need more than is free."""
+    monkeypatch.setattr(engines, "free_bytes", lambda device: -1)
+    decoder, _ = native(build_policy(kind), merge_adapters=merge)._ready()
+    assert not any(linear.copied_bytes for linear in decoder.linears())
+    messages = [record.message for record in caplog.records]
+    if (kind, merge) == ("lora", "always"):
+        assert messages[0].startswith("rollout.engine.merge_adapters=always: the merged weights do")
+    else:
+        assert not messages
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("merge", ["auto", "always", "never"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "lora_output", "qlora", "qdora"])
