@@ -370,6 +370,23 @@ def test_without_memory_for_copies_adapters_stay_beside_the_weights(
         assert not messages
 
 
+def test_it_is_seen_that_a_quantized_weight_has_moved(monkeypatch):
+    model = build_policy("qlora")
+    monkeypatch.setattr(engines, "free_bytes", lambda device: 0)
+    decoder, _ = native(model)._ready()
+    graphs, recorded = StepGraphs(lambda step: recorded.append(1) or step), []
+    graphs.EAGER = 1
+    for moves in (False, False, True):
+        if moves:
+            projection = model.layers[0].attn.k_proj
+            moved = projection.weight.clone()
+            projection.weight = torch.nn.Parameter(moved, requires_grad=False)
+        graphs.drop_unless_at(decoder.tensors())
+        for _ in range(3):
+            graphs.run(lambda: None, shape=())
+    assert len(recorded) == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("merge", ["auto", "always", "never"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "lora_output", "qlora", "qdora"])
