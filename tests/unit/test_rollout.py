@@ -34,6 +34,7 @@ from torchtune.models.gemma2._component_builders import gemma2
 
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import SamplingParams
+from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import batch, sample_groups
 from torchtune_grpo.rollout import native as engines
@@ -450,6 +451,14 @@ def test_every_token_to_train_on_was_sampled_with_its_own_logprob(name, monkeypa
         stopped = "stop_token" if STOP in ids else "stop_string"
         cut_off = "length" if length == 9 else "deadline"
         assert rows.completions[row].ended == (cut_off if rows.truncated[row] else stopped)
+
+
+def test_an_engine_whose_module_cannot_be_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "engine_with_a_typo.py").write_text("RoloutEngine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["rollout.engine=engine_with_a_typo.Engine", f"output_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match="^rollout.engine._component_=.*RoloutEngine"):
+        Run(load_config("tiny_arithmetic_grpo", options))
 
 
 def test_a_model_that_is_not_recognised_is_refused():
