@@ -34,9 +34,11 @@ from torchtune.models.gemma2._component_builders import gemma2
 
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.config.keys import SamplingParams
+from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.data import PromptBatch
 from torchtune_grpo.rollout import batch, sample_groups
 from torchtune_grpo.rollout import native as engines
+from torchtune_grpo.rollout.attention import GridAttention
 from torchtune_grpo.rollout.cache import GroupCache
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
@@ -353,6 +355,39 @@ def test_quantized_base(merge, kind, share, monkeypatch, caplog):
     assert ("made anew for every token, which is slow" in caplog.text) == (share < 1)
 
 
+@pytest.mark.parametrize("merge", ["auto", "always", "never"])
+@pytest.mark.parametrize("kind", ["llama", "lora"])
+def test_without_memory_for_copies_adapters_stay_beside_the_weights(
+    kind, merge, monkeypatch, caplog
+):
+    """Training may even need more than is free."""
+    monkeypatch.setattr(engines, "free_bytes", lambda device: -1)
+    decoder, _ = native(build_policy(kind), merge_adapters=merge)._ready()
+    assert not any(linear.copied_bytes for linear in decoder.linears())
+    messages = [record.message for record in caplog.records]
+    if (kind, merge) == ("lora", "always"):
+        assert messages[0].startswith("rollout.engine.merge_adapters=always: the merged weights do")
+    else:
+        assert not messages
+
+
+def test_it_is_seen_that_a_quantized_weight_has_moved(monkeypatch):
+    model = build_policy("qlora")
+    monkeypatch.setattr(engines, "free_bytes", lambda device: 0)
+    decoder, _ = native(model)._ready()
+    graphs, recorded = StepGraphs(lambda step: recorded.append(1) or step), []
+    graphs.EAGER = 1
+    for moves in (False, False, True):
+        if moves:
+            projection = model.layers[0].attn.k_proj
+            moved = projection.weight.clone()
+            projection.weight = torch.nn.Parameter(moved, requires_grad=False)
+        graphs.drop_unless_at(decoder.tensors())
+        for _ in range(3):
+            graphs.run(lambda: None, shape=())
+    assert len(recorded) == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("merge", ["auto", "always", "never"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "lora_output", "qlora", "qdora"])
@@ -416,6 +451,14 @@ def test_every_token_to_train_on_was_sampled_with_its_own_logprob(name, monkeypa
         stopped = "stop_token" if STOP in ids else "stop_string"
         cut_off = "length" if length == 9 else "deadline"
         assert rows.completions[row].ended == (cut_off if rows.truncated[row] else stopped)
+
+
+def test_an_engine_whose_module_cannot_be_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "engine_with_a_typo.py").write_text("RoloutEngine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["rollout.engine=engine_with_a_typo.Engine", f"output_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match="^rollout.engine._component_=.*RoloutEngine"):
+        Run(load_config("tiny_arithmetic_grpo", options))
 
 
 def test_a_model_that_is_not_recognised_is_refused():
@@ -596,6 +639,31 @@ def test_non_finite_row_does_not_spread_to_later_rows():
     prompts[0][-1] = broken
     got = responses(sample(native(model, max_rows=2), prompts, **options))
     assert got[1:] == expected[1:]
+
+
+def test_non_finite_row_that_is_cut_off_does_not_spread_to_the_next_rollout(monkeypatch):
+    model = build_policy("untied")
+    prompts, options = random_prompts([4, 5, 6, 3, 7, 2, 8], seed=1), {"group_size": 1}
+    options |= {"stops": (STOP, 11, 30, 44, 1, 2, 3), "seed": 1}
+    expected = sample(native(model, max_rows=2), prompts, **options)
+    engine, looks = NativeEngine(context(model, max_rows=2, deadline=8)), itertools.count()
+    finite = model.tok_embeddings.weight.data.clone()
+    model.tok_embeddings.weight.data[0] = torch.nan
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: next(looks))  # a clock that ticks at every look
+        cut = sample(engine, [[5, 6, 0], [7, 8, 9]], group_size=1, stops=())
+    assert cut.truncated.all() and cut.sampler_logprobs.isnan().any(dim=1).tolist() == [True, False]
+    model.tok_embeddings.weight.data.copy_(finite)
+    assert_same_samples(sample(engine, prompts, **options), expected)
+
+
+def test_live_rows_are_laid_out_once_as_long_as_they_stay_the_same(monkeypatch):
+    laid_out, lay_out = [], GridAttention._lay_out
+    monkeypatch.setattr(
+        GridAttention, "_lay_out", lambda self, live: laid_out.append(1) or lay_out(self, live)
+    )
+    sample(native(build_policy(), max_rows=3), random_prompts([5, 2, 9]), stops=())
+    assert len(laid_out) == 2  # three rows, and the next three
 
 
 def test_progress_is_reported(monkeypatch):

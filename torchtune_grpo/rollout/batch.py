@@ -96,7 +96,7 @@ class GroupRollout:
         while (self._waiting or self.live or self._paused.rows) and not must_stop():
             if self.replace_ended() or not self.live:
                 continue  # a first token may be the last
-            for _ in range(min(self._poll_steps, *map(self._room, self.live))):
+            for _ in range(min(self._poll_steps, *(row.room(self._request) for row in self.live))):
                 self.decode()
             if self._request.report and time.monotonic() - reported > REPORT_SECONDS:
                 tokens = sum(row.count for row in self._rows)
@@ -105,15 +105,11 @@ class GroupRollout:
                 self._request.report(Progress(tokens, finished, live, rows))
                 reported = time.monotonic()
         self._remove_ended()  # since the last look, if it must stop
+        self._free([*self.live, *self._paused.rows.values()])
         return self.transcript.samples(
             lengths=[row.count for row in self._rows],
             truncated=[not row.ended or row.number in self._paused.rows for row in self._rows],
         )
-
-    def _room(self, row: Row) -> int:
-        """Return how many more tokens a row may sample."""
-        sampled, most = row.count - row.given, self._request.params.max_generated_tokens
-        return min(most - sampled, self._request.max_row_tokens - row.count)
 
     def replace_ended(self) -> bool:
         """Remove ended rows; answered and waiting ones take their places.
@@ -154,7 +150,7 @@ class GroupRollout:
         )
         ended = []
         for row, length in zip(self.live, ends, strict=True):
-            if length or not self._room(row):
+            if length or not row.room(self._request):
                 row.ended, row.count = length > 0, length or row.count
                 ended.append(row)
         for row in ended:
@@ -162,7 +158,8 @@ class GroupRollout:
                 row.response = self.transcript.tokens[row.number, : row.count].tolist()
                 self._paused.add(row, now=self._steps)
         self._free([row for row in ended if row.number not in self._paused.rows])
-        self.live = [row for row in self.live if row not in ended]
+        if ended:  # the same list is what attention has laid out already
+            self.live = [row for row in self.live if row not in ended]
         return ended
 
     def _free(self, rows: Sequence[Row]) -> None:
@@ -188,7 +185,7 @@ class GroupRollout:
         going = [number for number, reply in replies.items() if reply]
         rows = [self._paused.pop(number) for number in going[: self._max_rows - len(self.live)]]
         for row in rows:
-            fits = self._room(row) and len(row.response) < self._request.max_row_tokens
+            fits = row.room(self._request) and len(row.response) < self._request.max_row_tokens
             assert fits, "a reply leaves at least one token to sample"
         return rows
 
@@ -261,13 +258,12 @@ class GroupRollout:
             self.transcript.give(rows)
             logits = self._decoder.extend(rows, self._cache)
             for row in rows:
-                row.given += len(row.response) - row.count
-                row.begin = row.count = len(row.response)
+                row.begin_turn()
             where = [[row.number, row.slot, row.count - 1] for row in rows]
             numbers, slots, last = torch.tensor(where, device=self._decoder.device).t()
             self.transcript.sample(logits, numbers=numbers, last=last, slots=slots)
             for row in rows:
-                row.count, row.ended = row.count + 1, False
+                row.count += 1
 
     def _sample_first(self, new: Sequence[Row]) -> None:
         """Sample the first token of new rows from their prompts' logits."""

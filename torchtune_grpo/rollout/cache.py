@@ -157,6 +157,17 @@ class Row:
     response: Sequence[int] = ()
     ended: bool = False  # its turn, by a stop token or a stop string
 
+    def room(self, request: RolloutRequest) -> int:
+        """Return how many more tokens it may sample."""
+        left = request.params.max_generated_tokens - (self.count - self.given)
+        return min(left, request.max_row_tokens - self.count)
+
+    def begin_turn(self) -> None:
+        """Begin the next turn behind the reply at the end of ``response``."""
+        self.given += len(self.response) - self.count
+        self.begin = self.count = len(self.response)
+        self.ended = False
+
 
 def padded_rows(rows: int) -> int:
     """Number of rows in a decoding step, including padding rows.

@@ -6,10 +6,8 @@ import inspect
 from contextlib import suppress
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torchtune import utils
-from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_grpo.config.check import arguments_of, instantiate
@@ -59,8 +57,7 @@ def capabilities_of(settings: RolloutConfig) -> Capabilities:
 
 def add_wishes(cfg: DictConfig) -> None:
     """Let the engine choose ``objective.sampling_correction``, if the config leaves it open."""
-    # ``read_config`` tells of mistakes.
-    with suppress(ValueError, OmegaConfBaseException, InstantiationError):
+    with suppress(Exception):  # ``read_config`` tells of mistakes, a user's module's too
         rollout = OmegaConf.to_container(cfg, resolve=True).get("rollout") or {}
         correction = capabilities_of(RolloutConfig.model_validate(rollout)).correction
         if correction and "sampling_correction" not in (cfg.get("objective") or {}):

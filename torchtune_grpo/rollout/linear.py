@@ -95,7 +95,10 @@ class RolloutLinear:
             if held is not None:
                 yield held
         if self._weight is None:
-            yield from map(_base_weight, self._modules)
+            for weight in map(_base_weight, self._modules):
+                is_nf4 = isinstance(weight, NF4Tensor)  # has no memory of its own
+                parts = weight.__tensor_flatten__()[0] if is_nf4 else ["data"]
+                yield from (getattr(weight, part) for part in parts)
 
     @torch.no_grad()
     def refresh(self) -> None:

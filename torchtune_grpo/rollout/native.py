@@ -123,7 +123,7 @@ class NativeEngine(RolloutEngine):
 
     def _ready(self) -> tuple[NativeDecoder, GroupCache]:
         if self._decoder is None or self._cache is None:
-            merge, room = self._merge_adapters, self._free() / 2
+            merge, room = self._merge_adapters, max(self._free(), 0) / 2
             self._decoder = _make_decoder(
                 self._model, merge_adapters=merge, device=self._device, room=room
             )
@@ -148,9 +148,16 @@ def _make_decoder(
         if decoder.copied_bytes <= room:
             return decoder
     decoder = make(merge_adapters=False, dtype=dtype, room=room)
+    half = f"half of the free memory is {room / 2**30:.1f} GiB"
+    if not decoder.copied_bytes:
+        log.warning(
+            f"rollout.engine.merge_adapters=always: the merged weights do not fit, since {half}; "
+            "adapters are computed beside the weights, as with never."
+        )
+        return decoder
     log.warning(
-        f"Copies of the weights for rollouts take {decoder.copied_bytes / 2**30:.1f} GiB, and half "
-        f"of the free memory is {room / 2**30:.1f} GiB: the others are made anew for every token, "
-        "which is slow. Free memory, or take a smaller model or one without quantize_base."
+        f"Copies of the weights for rollouts take {decoder.copied_bytes / 2**30:.1f} GiB, and "
+        f"{half}: the others are made anew for every token, which is slow. Free memory, or take a "
+        "smaller model or one without quantize_base."
     )
     return decoder

@@ -28,7 +28,6 @@ from torchtune_grpo.rollout.request import (
 from torchtune_grpo.trajectory import Samples
 
 MAX_ROWS = 64  # at once, where the config does not say
-Step = Callable[[Tensor, Tensor], Tensor]  # tokens and logits so far -> what generate wants
 
 
 class TransformersEngine(RolloutEngine):
@@ -68,7 +67,7 @@ class TransformersEngine(RolloutEngine):
                 most = self._settings.max_rows or MAX_ROWS
                 for part in fill_parts(live, size=lambda row: 1, room=most):
                     turn = _Turn(request, transcript, part, stop)
-                    self._generate(turn.texts, turn.draw, turn.is_over, most=turn.most)
+                    self._generate(turn)
                     if request.report is not None:
                         tokens, over = sum(r.count for r in rows), sum(r.ended for r in rows)
                         request.report(Progress(tokens, over, len(part), len(rows)))
@@ -90,27 +89,25 @@ class TransformersEngine(RolloutEngine):
                 f"{bound}. Nothing of this step is saved."
             )
 
-    def _generate(
-        self, texts: Sequence[Sequence[int]], draw: Step, is_over: Step, *, most: int
-    ) -> None:
-        """Let ``generate`` add up to ``most`` tokens to texts [n], those that ``draw`` leaves."""
+    def _generate(self, turn: _Turn) -> None:
+        """Let ``generate`` add a turn's tokens to its texts, those that ``draw`` leaves."""
         from transformers import GenerationConfig
 
-        rows = [torch.tensor(text) for text in texts]
+        rows = [torch.tensor(text) for text in turn.texts]
         tokens, mask = (
             pad_sequence(of_rows, batch_first=True, padding_side="left").to(self._buffers.device)
             for of_rows in (rows, [torch.ones_like(row) for row in rows])
         )
         settings = GenerationConfig(
-            max_new_tokens=most, do_sample=False, pad_token_id=0, use_cache=True
+            max_new_tokens=turn.most, do_sample=False, pad_token_id=0, use_cache=True
         )
         generate = partial(
             self._model.hf.generate,
             tokens,
             attention_mask=mask,
             generation_config=settings,
-            logits_processor=[draw],
-            stopping_criteria=[is_over],
+            logits_processor=[turn.draw],
+            stopping_criteria=[turn.is_over],
         )
         self._model(generate)
 
@@ -125,18 +122,17 @@ class _Turn:
         rows: Sequence[Row],
         must_stop: Callable[[], bool],
     ) -> None:
-        self._transcript, self._rows, self._must_stop = transcript, rows, must_stop
-        self._limits = request.params.max_generated_tokens, request.max_row_tokens
+        self._request, self._transcript = request, transcript
+        self._rows, self._must_stop = rows, must_stop
         self.texts = [[*row.prompt.tokens, *row.response] for row in rows]
-        self.most = max(map(self._room, rows))
+        self.most = max(row.room(request) for row in rows)
 
-    def _room(self, row: Row) -> int:
-        sampled, whole = self._limits
-        return min(sampled - (row.count - row.given), whole - row.count)
+    def _goes_on(self, row: Row) -> bool:
+        return not row.ended and row.room(self._request) > 0
 
     def draw(self, tokens: Tensor, logits: Tensor) -> Tensor:
         """Draw each row's next token from logits [n, V]; leave nothing else to ``generate``."""
-        going = [n for n, row in enumerate(self._rows) if not row.ended and self._room(row)]
+        going = [n for n, row in enumerate(self._rows) if self._goes_on(row)]
         if not going:
             return logits
         rows, transcript = [self._rows[n] for n in going], self._transcript
@@ -157,7 +153,7 @@ class _Turn:
     def is_over(self, tokens: Tensor, logits: Tensor) -> Tensor:
         """Tell of each row whether its turn is over: [n] bool."""
         stops = self._must_stop()
-        over = [stops or row.ended or not self._room(row) for row in self._rows]
+        over = [stops or not self._goes_on(row) for row in self._rows]
         return torch.tensor(over, device=tokens.device)
 
 
@@ -183,7 +179,5 @@ def _answered(
     if going:
         transcript.give(going)
     for row in going:
-        row.given += len(row.response) - row.count
-        row.begin = row.count = len(row.response)
-        row.ended = False
+        row.begin_turn()
     return going

@@ -88,15 +88,12 @@ class VLLMRollout:
 
     def _ask(self, row: VLLMRow) -> None:
         """Request the next turn of a row, behind the reply at its end, if there is one."""
-        params, given = self._request.params, len(row.response) - row.count
-        row.logprobs += [None] * given
-        row.given += given
-        row.begin, row.count, row.ended = len(row.response), len(row.response), False
-        left = params.max_generated_tokens - (row.count - row.given)
+        row.logprobs += [None] * (len(row.response) - row.count)
+        row.begin_turn()
         settings = {
-            "temperature": params.temperature,
+            "temperature": self._request.params.temperature,
             "seed": (self._keys[row.number] + row.count) & (2**63 - 1),  # another for each turn
-            "max_tokens": min(left, self._request.max_row_tokens - row.count),
+            "max_tokens": row.room(self._request),
             "stop_token_ids": [*self._request.stop_tokens],
             "ignore_eos": True,  # config.json's, which need not end a response here
             "logprobs": 0,  # of the sampled token alone
