@@ -96,9 +96,11 @@ class RolloutLinear:
                 yield held
         if self._weight is None:
             for weight in map(_base_weight, self._modules):
-                is_nf4 = isinstance(weight, NF4Tensor)  # has no memory of its own
-                parts = weight.__tensor_flatten__()[0] if is_nf4 else ["data"]
-                yield from (getattr(weight, part) for part in parts)
+                if isinstance(weight, NF4Tensor):  # has no memory itself, its parts have
+                    parts, _ = weight.__tensor_flatten__()
+                    yield from (getattr(weight, part) for part in parts)
+                else:
+                    yield weight
 
     @torch.no_grad()
     def refresh(self) -> None:
