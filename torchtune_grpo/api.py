@@ -79,7 +79,8 @@ class GRPO(AbstractContextManager["GRPO"]):
         self._run: Run | None = None  # that of the recipe, if there is one
         self._recipe: GRPOFullFinetuneRecipe | None = None
         self._is_open = False
-        is_bare = config == DEFAULT and data is None and "dataset" not in keys
+        sections = {name.partition(".")[0] for name in keys}
+        is_bare = config == DEFAULT and data is None and "dataset" not in sections
         card = ModelCard.found(keys.get("model_dir")) if is_bare else None
         self._only_answers = card is not None  # of a checkpoint, asked as in its training
         if card is not None:

@@ -10,7 +10,7 @@ from hf_tokenizers import write_tokenizer
 from runs import RECIPE, run, run_python, run_ranks, tune, untimed
 from transformers import AutoTokenizer
 
-from torchtune_grpo.api import _dotpath
+from torchtune_grpo import api
 
 CONFIG = "tiny_arithmetic_grpo"
 COMMON = """
@@ -328,10 +328,18 @@ def test_nothing_is_imported_before_it_is_asked_for(tmp_path):
     assert run_python("-c", code, cwd=tmp_path).out == "{'torchtune_grpo'}\n"
 
 
+def test_a_checkpoint_is_only_asked_where_no_key_of_the_data_is_given(monkeypatch):
+    monkeypatch.setattr(api.ModelCard, "found", lambda folder: pytest.fail("taken for answers"))
+    for keys in ({"dataset.source": "my.jsonl"}, {"dataset": {"source": "my.jsonl"}}):
+        with pytest.raises(ValueError, match=r"dataset\.source='my\.jsonl'"):
+            api.GRPO(model_dir="step_000020", **keys)
+
+
 def test_a_function_of_a_module_that_cannot_be_imported_is_kept():
     scope = {"__name__": "a_cell"}
     exec("def reward(completions, **columns): ...", scope)
-    assert _dotpath(scope["reward"]) is None and _dotpath(hf_folder) == "hf_models.hf_folder"
+    assert api._dotpath(scope["reward"]) is None
+    assert api._dotpath(hf_folder) == "hf_models.hf_folder"
 
 
 MISTAKES = """

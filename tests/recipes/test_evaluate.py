@@ -167,6 +167,7 @@ def test_the_command_repeats_the_runs_evaluations(whole, tmp_path):
     assert before != after != of_best != before  # each has weights of its own
     for wrong, told in (
         (["--checkpoint", "3"], "--checkpoint=step_000003: is not in out, which has step_000002,"),
+        (["--checkpoint", "logs"], "--checkpoint=logs: is not in out, which has step_000002,"),
         (["--by", "lvl"], "--by=lvl: eval_dataset has no such column, but ['answer', 'level', "),
         (["eval_dataset=null", "eval_dataset=abc"], "eval_dataset._component_=abc: not a class"),
     ):

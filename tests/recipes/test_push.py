@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -99,6 +100,12 @@ def test_a_runs_model_is_on_the_hub_and_nothing_else(tmp_path, hub, push, monkey
         without.setenv("HF_TOKEN", "")
         with pytest.raises(ValueError, match="me/tiny-grpo: run `hf auth login`, or set HF_TOKEN."):
             push("me/tiny-grpo")
+    saved = tmp_path / "out/step_000002"
+    older = saved / "config.json"  # as transformers 4 wrote it
+    older.write_text(json.dumps({**json.loads(older.read_text()), "_name_or_path": str(tmp_path)}))
+    sums = saved / "SHA256SUMS"
+    digest = sha256(older.read_bytes()).hexdigest()
+    sums.write_text(re.sub(r"\w+(?=  config\.json)", digest, sums.read_text()))
     push("me/tiny-grpo")
     sent = hub.repos["me/tiny-grpo"]
     assert {*sent} == {
@@ -107,9 +114,8 @@ def test_a_runs_model_is_on_the_hub_and_nothing_else(tmp_path, hub, push, monkey
         *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
     }
     assert hub.private == {"me/tiny-grpo": True} and hub.tokens == {"Bearer hf_mine"}
-    saved = tmp_path / "out/step_000002"
     same = [name for name in sent if sent[name] == (saved / name).read_bytes()]
-    assert {*sent} - {*same} == {"README.md", "adapter/adapter_config.json"}
+    assert {*sent} - {*same} == {"README.md", "config.json", "adapter/adapter_config.json"}
     for name, content in sent.items():
         for private in (str(tmp_path), SECRET, "step_0", "api_key"):
             assert private.encode() not in content, (name, private)

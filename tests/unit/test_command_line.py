@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torchtune_grpo.cli.commands import config_name, named_config
 from torchtune_grpo.cli.prompts import as_yaml
 from torchtune_grpo.config.command_line import load_config, set_key
-from torchtune_grpo.config.text import check_writable
+from torchtune_grpo.config.text import check_writable, override_without_secrets
 
 TEXT = """
 output_dir: out
@@ -64,6 +64,10 @@ def config(tmp_path):
 def test_an_override_sets_a_key(config, override, key, value):
     cfg = load_config(config, [override])
     assert OmegaConf.select(cfg, key) == value
+
+
+def test_a_date_that_is_none_is_a_text_in_the_record():
+    assert override_without_secrets("output_dir=2024-13-01") == "output_dir=2024-13-01"
 
 
 def test_a_tilde_removes_a_key_or_an_item(config):

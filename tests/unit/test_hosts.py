@@ -180,6 +180,17 @@ def test_rewards_get_methods_and_the_values_of_attributes(qwen):
     assert scores.of("reward").tolist() == [9]
 
 
+def test_a_session_that_a_reward_has_lost_is_not_used_again():
+    (kind,) = make_kinds(EnvironmentConfig(_component_="hosted.Bad"), []).values()
+    session = kind.session()
+    session.reset({"how": "die", "when": "get_reward"}, 0)
+    kind.idle.append(session)  # its conversation is over
+    with pytest.raises(ObjectLost):
+        session.environment.get_reward()
+    assert kind.session().reset({"how": "fine", "when": "-"}, 0) is None
+    kind.close()
+
+
 # --- Seeds -----------------------------------------------------------------------------------
 
 

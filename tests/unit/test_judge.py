@@ -200,7 +200,11 @@ def test_ranks_share_a_cache_and_a_restarted_run_gets_the_same_marks(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"limit": 0}, "limit, tries and timeout: give numb"), ({"timout": 3}, "argument 'timout'")],
+    [
+        ({"limit": 0}, "limit, tries and timeout: give numb"),
+        ({"best": 0}, "best=0: the highest mark; give 1 or more"),
+        ({"timout": 3}, "argument 'timout'"),
+    ],
 )
 def test_settings_that_are_refused(settings, said):
     with pytest.raises(ValueError, match=rf"rewards\[0\]: could not construct .*{said}"):

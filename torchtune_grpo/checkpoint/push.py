@@ -55,9 +55,11 @@ def push(run: Path, name: str, *, checkpoint: str | None = None, private: bool =
         content: Path | bytes = path
         if path.name == "README.md":
             content = card.text(name).encode()
-        elif path.name == "adapter_config.json":
+        elif path.name in ("config.json", "adapter_config.json"):
             settings = json.loads(path.read_text(encoding="utf-8"))
-            settings["base_model_name_or_path"] = card.public_base
+            # Where an older transformers found the base model; and where this run did.
+            for key in settings.keys() & {"_name_or_path", "base_model_name_or_path"}:
+                settings[key] = card.public_base
             content = json.dumps(settings, indent=2).encode()
         added.append(CommitOperationAdd(str(path.relative_to(folder)), content))
     api = HfApi()

@@ -135,12 +135,14 @@ def _weights(run: Run, *, base: bool, checkpoint: str | None) -> dict[str, Path 
     if match := re.fullmatch(r"(?:step_)?(\d+)", checkpoint):
         checkpoint = checkpoint_folder(Path(), int(match[1])).name
     folder = Path(run.cfg.output_dir, checkpoint)
-    if not folder.is_dir():
-        there = ", ".join(path.name for path in all_checkpoints(folder.parent)) or "none"
+    name = folder.resolve().name  # `best` is a link
+    present = [path.name for path in all_checkpoints(folder.parent)]
+    if name not in present:
+        there = ", ".join(present) or "none"
         raise ValueError(
             f"--checkpoint={checkpoint}: is not in {folder.parent}, which has {there}."
         )
-    return before | {"after": folder.with_name(folder.resolve().name)}  # `best` is a link
+    return before | {"after": folder.with_name(name)}
 
 
 def shown(report: Mapping[str, Any], number: int) -> list[str]:

@@ -71,7 +71,7 @@ def override_without_secrets(argument: str) -> str:
     key, is_set, text = argument.partition("=")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # as for 2024-13-01
         value = text
     if isinstance(value, (dict, list)) and (hidden := without_secrets(value, key)) != value:
         return f"{key}={json.dumps(hidden)}"

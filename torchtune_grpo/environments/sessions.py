@@ -37,8 +37,10 @@ class Kind:
 
     def session(self) -> Session:
         """Take a session that is not in use, or make a new one."""
-        if self.idle:
-            return self.idle.pop()
+        while self.idle:
+            session = self.idle.pop()
+            if not session.host.is_over:  # as when a reward asked it for too much
+                return session
         self._num_made += 1
         seed = self._num_made * world_size() + rank()  # of what its constructor draws
         host = RemoteObject(self._server, self.recipe.make, seed, timeout=self.timeout)

@@ -348,7 +348,7 @@ def _layer_kinds(hf: Any) -> list[str]:
     layers = hf.num_hidden_layers
     if kinds := _read(hf, "layer_types"):
         return list(kinds)
-    every = _read(hf, "sliding_window_pattern", layers + 1)  # Gemma's before transformers 5
+    every = _read(hf, "sliding_window_pattern") or layers + 1  # Gemma's before transformers 5
     if _read(hf, "sliding_window") is None or not _read(hf, "use_sliding_window", True):
         every = 1
     return ["sliding_attention" if n % every else "full_attention" for n in range(1, layers + 1)]

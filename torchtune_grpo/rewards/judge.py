@@ -67,10 +67,15 @@ class JudgeReward:
         cache: str = ":memory:",
         **endpoint: Any,
     ) -> None:
+        if best < 1:
+            raise ValueError(f"best={best}: the highest mark; give 1 or more.")
         self._endpoint, self._cache = Endpoint(**endpoint), MarkCache(cache)
         self._rubric, self._in_groups, self._best = rubric, group, best
-        # It raises for a row that lacks a column of the rubric.
-        self.check_row = lambda **columns: rubric.format(**columns) and None
+
+        def check_row(**columns: object) -> None:
+            rubric.format(**columns)  # raises for a row that lacks a column of the rubric
+
+        self.check_row = check_row
 
     async def __call__(
         self, prompts: list[Any], completions: list[Any], *, log_metric: Any = None, **columns: Any
@@ -119,7 +124,7 @@ class JudgeReward:
 
         def read(reply: Any) -> list[float]:
             text = str(reply["choices"][0]["message"]["content"])
-            tokens.append((reply.get("usage") or {}).get("total_tokens", 0))
+            tokens.append((reply.get("usage") or {}).get("total_tokens") or 0)
             return self._read(text, count)
 
         key = _digest(self._endpoint.body(request))
