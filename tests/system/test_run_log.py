@@ -11,8 +11,12 @@ import numpy
 import pytest
 import torch
 from kill_points import kill_points
+from ranks import on_two_ranks
 from steps import make_scores, make_trajectory
 
+from torchtune_grpo.config.check import read_config
+from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.machine.parallel import on_first_rank
 from torchtune_grpo.monitor.record import (
     COMPLETIONS_FILE,
     RUN_FILE,
@@ -22,7 +26,7 @@ from torchtune_grpo.monitor.record import (
     read_lines,
     read_metrics,
 )
-from torchtune_grpo.monitor.recorder import GroupRecorder
+from torchtune_grpo.monitor.recorder import GroupRecorder, Recorder
 from torchtune_grpo.rewards.call import MEASURED, Outcome
 from torchtune_grpo.rewards.workers import ContractError
 
@@ -229,3 +233,27 @@ def test_names_of_the_run_are_refused():
             with pytest.raises(ContractError, match=rf"log_metric\('{said}', .*mean, .*another"):
                 notes.log_metric(said, 1.0)
     assert not notes.metrics
+
+
+@pytest.mark.parametrize("fails", ["logger", "completions"])
+def test_what_fails_on_the_rank_that_records_ends_all(tmp_path, folder, fails):
+    """The other would go on, and wait for the first one, which is gone."""
+    cfg = load_config("llama3_2_1B_lora_grpo", [f"output_dir={folder}"])
+    (tmp_path / "file").touch()
+    cfg.metric_logger.log_dir = str(tmp_path / ("file" if fails == "logger" else "logs"))
+    decider = SimpleNamespace(name="a", measure="accuracy", is_known=True)
+
+    def error(rank: int) -> str:
+        more = {"decider": decider, "device": torch.device("cpu")}
+        ranges = dict.fromkeys("ab")
+        try:
+            recorder = Recorder(read_config(cfg.copy()), cfg, rewards=ranges, **more)
+            on_first_rank((folder / COMPLETIONS_FILE).mkdir)
+            recorder.groups.take = lambda step: ([[{"step": step}]], {})
+            recorder._write_page = lambda: None
+            recorder.step(1, {"num_tokens": 1.0})
+        except Exception as error:
+            return type(error).__name__
+        return "goes on"
+
+    assert on_two_ranks(error, folder=tmp_path)[1] == "FirstRankFailed"

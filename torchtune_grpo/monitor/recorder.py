@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,14 @@ class Recorder:
         self._findings = Watch(cfg, rewards, decider=decider.name)
         self._shown: ProgressLine | None = None
         self.progress: Callable[[Progress], None] = lambda now: None  # shows that of a rollout
-        if rank() == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with redirect_stdout(io.StringIO()):  # loggers print where they write
-                self._metric_logger = instantiate("metric_logger", cfg.metric_logger)
-            shown = without_secrets(OmegaConf.to_container(given, resolve=False))
-            self._metric_logger.log_config(OmegaConf.create(shown))
+        on_first_rank(self._begin)
+
+    def _begin(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with redirect_stdout(io.StringIO()):  # loggers print where they write
+            self._metric_logger = instantiate("metric_logger", self._cfg.metric_logger)
+        shown = without_secrets(OmegaConf.to_container(self._given, resolve=False))
+        self._metric_logger.log_config(OmegaConf.create(shown))
 
     @property
     def results(self) -> str:
@@ -143,8 +146,8 @@ class Recorder:
         values = {**metrics, "prompts": prompts, **({"wrong": wrong[0]} if wrong else {})}
         event = on_first_rank(self._write, "step", step, values)
         self.is_base &= not changes_weights(event)
-        if rank() == 0:
-            append_groups(self._folder, groups, done=step / self._cfg.num_steps)
+        done = step / self._cfg.num_steps
+        on_first_rank(partial(append_groups, self._folder, groups, done=done))
         if self._shown is not None:
             self._shown.step_done(step, metrics)
         if step == 1 or step % _STEPS_PER_PAGE == 0:
