@@ -20,6 +20,7 @@ from hf_tokenizers import write_tokenizer
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
 from torchtune_grpo.data.dataset import collate_prompts
+from torchtune_grpo.data.load import digest
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.rewards import Reward, RewardSet, math_correctness_reward
 from torchtune_grpo.trajectory import Prompt
@@ -523,3 +524,10 @@ def test_what_cannot_be_loaded_is_named(
     with pytest.raises(ValueError, match=message) as raised:
         RLDataset(llama3_tokenizer, **{"source": "json", **options})
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 700
+
+
+def test_equal_sets_have_the_same_digest():
+    """Their order depends on how they were made and, for texts, on the process."""
+    one, other = {0, 8}, {8, 0}
+    assert [*one] != [*other] and digest([{"any": one}]) == digest([{"any": other}])
+    assert digest([{"any": one}]) != digest([{"any": {0, 7}}])

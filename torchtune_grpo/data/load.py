@@ -241,5 +241,7 @@ def digest(rows: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return what stands for a value in a digest: without its address, which a run changes."""
+    """Return what stands for a value in a digest: without what differs between processes."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_shown, value)))}}}"
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))
