@@ -36,6 +36,7 @@ from torchtune_grpo.evaluation import thresholds
 from torchtune_grpo.evaluation.statistics import Score, bootstrap_interval
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import free_bytes, only_warnings, seed_step
+from torchtune_grpo.machine.parallel import on_first_rank, sum_over_ranks
 from torchtune_grpo.machine.progress import Meter
 from torchtune_grpo.monitor import findings
 from torchtune_grpo.monitor.findings import History, Sign
@@ -111,8 +112,14 @@ def make_plan(given: DictConfig, objects: Mapping[str, object] | None = None) ->
             lock.release(scratch)
     plan.seconds = time.perf_counter() - start
     text = json.dumps(to_json(asdict(plan)), indent=1)
-    write_text(folder / "plan.json", text)
-    return plan
+    on_first_rank(write_text, folder / "plan.json", text)
+    return on_first_rank(lambda: plan)  # a script may do what it says
+
+
+def _goes_on(rounds: int, *, start: float) -> bool:
+    """Whether another round is sampled, on all ranks: by the first one's clock."""
+    has_time = on_first_rank(lambda: time.perf_counter() - start < _SECONDS)
+    return not rounds or (rounds < _ROUNDS and has_time)
 
 
 def _plan(recipe: GRPOFullFinetuneRecipe, meter: Meter) -> Plan:
@@ -121,7 +128,7 @@ def _plan(recipe: GRPOFullFinetuneRecipe, meter: Meter) -> Plan:
     times: list[dict[str, float]] = []
     run.recorder.progress = lambda now: meter.show(f"rollout {now}")
     start = time.perf_counter()
-    while not times or (len(times) < _ROUNDS and time.perf_counter() - start < _SECONDS):
+    while _goes_on(len(times), start=start):
         recipe.steps.done = len(times)
         seed_step(cfg.seed, recipe.steps.done)
         step = StepMetrics()
@@ -191,7 +198,8 @@ def _train_once(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> tuple[float
         for batch in batches * cfg.ppo_epochs:
             recipe.update(batch, step)
     seconds = step.compute()["step_time"]
-    batch = max(batches, key=lambda each: int(each.trajectory.response_mask.sum()))
+    counts = [sum_over_ranks(int(each.trajectory.response_mask.sum())) for each in batches]
+    batch = batches[counts.index(max(counts))]
     recipe.model.eval()
     new = trajectory_logprobs(recipe.model, batch.micro_batches, temperature=cfg.temperature)
     assert batch.old_logprobs is not None  # update() has set them

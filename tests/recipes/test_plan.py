@@ -4,17 +4,19 @@ import fcntl
 import json
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import on_two_ranks
 from runs import NO_EVALUATION, RECIPE, metrics, run, tune, weights
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.evaluation.statistics import Score
 from torchtune_grpo.monitor.findings import History
-from torchtune_grpo.plan import Plan, _memory, _shares_of_spread, judge, lines, make_plan
+from torchtune_grpo.plan import Plan, _goes_on, _memory, _shares_of_spread, judge, lines, make_plan
 from torchtune_grpo.rewards import Reward, RewardSet
 
 CONFIG = "tiny_arithmetic_grpo"
@@ -161,3 +163,12 @@ def test_memory_is_also_that_of_processes_that_rewards_have_started():
         child.stdout.readline()
         assert 3.0e8 < _memory(run)["peak"] - before < 3.5e8
         child.communicate(b"\n")
+
+
+def test_ranks_agree_on_the_rounds_whatever_their_clocks_say(tmp_path):
+    """The second one has spent its time; alone in the next part, it would wait for ever."""
+
+    def goes_on(rank: int) -> bool:
+        return _goes_on(1, start=time.perf_counter() - 100 * rank)
+
+    assert on_two_ranks(goes_on, folder=tmp_path) == [True, True]
