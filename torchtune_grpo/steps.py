@@ -58,6 +58,7 @@ class Steps:
             utils.log_rank_zero(log, f"Interrupted after step {self.done}. {text}")
 
         run = self._run
+        self._checkpoints.note_config()
         with run.interrupts.handled(stop), run.recorder.running(done=self.done), run.profiler:
             try:
                 yield

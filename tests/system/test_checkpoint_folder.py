@@ -1,6 +1,7 @@
 """Which checkpoint is resumed from, what is kept and cleared, and what a new run puts aside."""
 
 import ctypes
+import json
 import math
 import os
 import shutil
@@ -17,13 +18,14 @@ from runs import run
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_grpo.checkpoint.checkpoints import STATE_FILE, Checkpoints
+from torchtune_grpo.checkpoint.checkpoints import RUN_CONFIG_FILE, STATE_FILE, Checkpoints
 from torchtune_grpo.checkpoint.folder import (
     SUMS_FILE,
     CheckpointError,
     claim_output_dir,
     publish,
     set_aside_previous_run,
+    sha256_of,
     staging,
 )
 from torchtune_grpo.config.command_line import hub_name
@@ -167,6 +169,17 @@ def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path, bad):
     with pytest.raises(CheckpointError, match=r"could not be written: 1 .* layers\.1\.mlp\.w1"):
         checkpoints.save(model, {}, step=2)
     assert names(tmp_path / "out") == ["step_000001"] and checkpoints.newest() == good
+
+
+def test_what_a_run_was_made_from_is_noted_when_it_begins(tmp_path):
+    """A file that is edited before the first checkpoint is another one for a resumed run."""
+    checkpoints, model = saving(tmp_path)
+    weights = tmp_path / "base" / "model.safetensors"
+    expected = f"model.safetensors (sha256 {sha256_of(weights)[:16]})"
+    checkpoints.note_config()
+    weights.write_bytes(b"edited")
+    saved = json.loads((checkpoints.save(model, {}, step=1) / RUN_CONFIG_FILE).read_text())
+    assert saved["checkpointer.checkpoint_files.0"] == expected
 
 
 @pytest.mark.parametrize("of_adapters", [None, False, True])

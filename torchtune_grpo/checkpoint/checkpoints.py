@@ -81,6 +81,10 @@ class Checkpoints:
         sums = None if checkpoint is None else (checkpoint / files.SUMS_FILE).read_text()
         return {**self._run_config, "checkpoint": sums, "batch_size * ranks": None}
 
+    def note_config(self) -> None:
+        """Note what the run is made from: files may change before the first checkpoint."""
+        on_first_rank(getattr, self, "_run_config")
+
     def base_weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """Return the weights to start from, with the model's names and Hugging Face's row order."""
         return kind_of(model).read(self._checkpointer, self._node)
