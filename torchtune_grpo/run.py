@@ -20,7 +20,11 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.advantages import OutcomeGate
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints, check_state
-from torchtune_grpo.checkpoint.folder import claim_output_dir, set_aside_previous_run
+from torchtune_grpo.checkpoint.folder import (
+    claim_output_dir,
+    mark_begun,
+    set_aside_previous_run,
+)
 from torchtune_grpo.checkpoint.resume import restore_optimizer
 from torchtune_grpo.config.check import check_imports, instantiate, read_config
 from torchtune_grpo.config.keys import GRPOConfig, SamplingParams
@@ -358,18 +362,21 @@ class Run:
         Returns the checkpoint to resume from, if any.
         """
         _ = self.device, self.loss, self.outcome_gate
-        parallel.on_first_rank(claim_output_dir, Path(self.cfg.output_dir))
+        restarted, folder = parallel.is_restarted(), Path(self.cfg.output_dir)
+        parallel.on_first_rank(claim_output_dir, folder)
+        if not restarted:
+            parallel.on_first_rank(mark_begun, folder, False)
         with only_warnings():
             training.set_seed(seed=self.cfg.seed)
         self.prepare_model()
         if self.device.type == "cpu":
             utils.log_rank_zero(log, f"CPU threads: {torch.get_num_threads()}.")
-        restarted = parallel.is_restarted()
         checkpoint = parallel.on_first_rank(self.checkpoints.to_resume, restarted)
         for part in ("is_sharded", "checkpoints", "dataset", "evaluator", "sampler"):
             getattr(self, part)
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self.cfg)
+            parallel.on_first_rank(mark_begun, folder, parallel.may_be_restarted())
         if self.environment is not None:
             item = self.dataset[0]
             self.environment.check_sessions(item["columns"], item["prompt"])

@@ -23,6 +23,7 @@ from torchtune_grpo.checkpoint.folder import (
     SUMS_FILE,
     CheckpointError,
     claim_output_dir,
+    mark_begun,
     publish,
     set_aside_previous_run,
     sha256_of,
@@ -180,6 +181,18 @@ def test_what_a_run_was_made_from_is_noted_when_it_begins(tmp_path):
     weights.write_bytes(b"edited")
     saved = json.loads((checkpoints.save(model, {}, step=1) / RUN_CONFIG_FILE).read_text())
     assert saved["checkpointer.checkpoint_files.0"] == expected
+
+
+def test_ranks_that_are_restarted_before_their_run_began_resume_no_earlier_one(tmp_path):
+    checkpoints, model = saving(tmp_path)
+    checkpoints._cfg.resume_from_checkpoint, checkpoints._cfg.num_steps = False, 9
+    saved, out = checkpoints.save(model, {}, step=1), tmp_path / "out"
+    assert checkpoints.to_resume(restarted=True) is None
+    mark_begun(out, True)
+    assert checkpoints.to_resume(restarted=True) == saved
+    assert checkpoints.to_resume(restarted=False) is None
+    mark_begun(out, False)
+    assert checkpoints.to_resume(restarted=True) is None and names(out) == ["step_000001"]
 
 
 @pytest.mark.parametrize("of_adapters", [None, False, True])

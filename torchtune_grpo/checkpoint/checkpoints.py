@@ -113,8 +113,11 @@ class Checkpoints:
         """Return the checkpoint to continue; None to start from the base model.
 
         ``restarted``: by torchrun, which starts a failed rank's group again with the same command.
+        If that was before its run had begun, the checkpoints are an earlier run's.
+
         Raises a ValueError if the newest undamaged checkpoint cannot be continued.
         """
+        restarted = restarted and (self._folder / files.BEGUN).exists()
         wanted = self._cfg.resume_from_checkpoint or ("auto" if restarted else False)
         if not wanted or (wanted == "auto" and not files.all_checkpoints(self._folder)):
             return None

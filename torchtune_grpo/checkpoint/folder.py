@@ -25,6 +25,7 @@ log = utils.get_logger("INFO")
 BEST = "best"  # a link to a checkpoint
 SUMS_FILE = "SHA256SUMS"  # in sha256sum's format, plus a last line with its own sum
 STAGING = ".incomplete"
+BEGUN = ".begun"  # there while checkpoints are of torchrun's present job; see mark_begun
 _DELETED = ".deleted_"  # prefix of a folder that is being deleted
 _ERROR_FILE = "error.txt"  # the last run's traceback, if it failed
 
@@ -41,6 +42,17 @@ def claim_output_dir(folder: Path) -> None:
     (folder / _ERROR_FILE).unlink(missing_ok=True)
     for left in (*folder.glob(STAGING), *folder.glob(f"{_DELETED}*")):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def mark_begun(folder: Path, begun: bool) -> None:
+    """Note whether a job's run has begun in a folder.
+
+    Ranks that torchrun starts again then know whose checkpoints are there.
+    """
+    if begun:
+        (folder / BEGUN).touch()
+    else:
+        (folder / BEGUN).unlink(missing_ok=True)
 
 
 def write_error(text: str) -> str | None:

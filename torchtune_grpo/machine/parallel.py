@@ -64,6 +64,11 @@ def is_restarted() -> bool:
     return any(gather_over_ranks(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
 
 
+def may_be_restarted() -> bool:
+    """Whether torchrun starts these ranks again if one fails."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def end_process_group() -> None:
     """Leave the other ranks, if there are any."""
     if _is_distributed():
