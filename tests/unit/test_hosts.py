@@ -24,6 +24,7 @@ from torchtune_grpo.config.keys import EnvironmentConfig
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.environments.adapters import Turn
 from torchtune_grpo.environments.kinds import make_kinds
+from torchtune_grpo.environments.sessions import Kind
 from torchtune_grpo.machine.loop import in_thread
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rewards import Reward
@@ -189,6 +190,24 @@ def test_a_session_that_a_reward_has_lost_is_not_used_again():
         session.environment.get_reward()
     assert kind.session().reset({"how": "fine", "when": "-"}, 0) is None
     kind.close()
+
+
+def test_a_rollout_that_is_interrupted_leaves_no_session(qwen, monkeypatch):
+    """Another would make new ones, beside processes that nobody uses: in a notebook, say."""
+    left, close = [], Kind.close
+
+    def interrupted(engine, request):
+        raise KeyboardInterrupt
+
+    def look(kind):
+        left.append(len(kind._open))
+        close(kind)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", interrupted)
+    monkeypatch.setattr(Kind, "close", look)
+    with pytest.raises(KeyboardInterrupt):
+        play(qwen, [TALK, TALK], **node("Drawn"))
+    assert left == [0]
 
 
 # --- Seeds -----------------------------------------------------------------------------------

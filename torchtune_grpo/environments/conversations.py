@@ -222,6 +222,11 @@ class Conversations:
 
     # --- The end ---------------------------------------------------------------------------------
 
+    def drop(self) -> None:
+        """Close the sessions of a rollout that is dropped, which may be in the middle of a call."""
+        for at in self._rows:
+            at.session.kind.drop(at.session)
+
     def finish(self, samples: Samples) -> list[Completion]:
         """Return each row's conversation, with its environment's own reward."""
         for number, at in enumerate(self._rows):

@@ -245,8 +245,13 @@ def sample_groups(
         row_limit=None if talks is None else talks.row_limit,
         turns=talks,
     )
-    samples = engine.generate(request)
-    interrupt.check()
+    try:
+        samples = engine.generate(request)
+        interrupt.check()
+    except BaseException:  # such as Ctrl-C
+        if talks is not None:
+            talks.drop()
+        raise
     tokens, prompt_lengths = join_rows(request.prompts, samples)
     if talks is None:
         completions = _completions(samples, request, decode=decode, prefill=prefill)
