@@ -40,6 +40,7 @@ _LATIN = "A-Za-zÀ-ÖØ-öø-\u024f\u1e00-\u1effμΩ\u00b5\u2126"
 _SCRIPTS = (_LATIN, "ΆΈ-ώ", "Ѐ-ӿ", "א-ת", "ء-يٱ-ۓ", "\u0900-\u0963", "\u0e01-\u0e4e")
 _LETTER = "".join(_SCRIPTS)
 _UNIT = "mgshlLtVWANJCFΩгмлч"  # units of one letter
+_UNKNOWN = rf"(?![{_UNIT}w])[{_LATIN}]\b"  # but w stands for a word
 _WORD = "|".join(f"[{script}]++" for script in _SCRIPTS)
 _CJK = "ぁ-ゖァ-ヺー\u3400-\u9fff가-힣"
 _CJK_DIGIT = "一二三四五六七八九十百千万萬亿億兆半口ロー丨丶丿"  # and what looks like one
@@ -75,13 +76,18 @@ _MARKUP = [
 _WORDS = [
     # Currency: -$5 is -5. But $5m, 5k, 5 k and 5 x are other numbers.
     (r"([-+]?)(?:(?:[$€£¥¢₩₪₫₭₮₱₴₦₹₺₽₿฿]|\bUSD(?=[0-9]))(?! ?[0-9.,]+ ?[mb]\b))+ ?", r" \1"),
-    (rf"(?<=[0-9])\s(?=[^\W\d_aI{_UNIT}]\b(?!['’.]\w))", ""),
+    (rf"(?<=[0-9])\s+(?=[^\W\d_aI{_UNIT}]\b(?!['’.]\w))", ""),
+    (  # Nor is (5/6)x 5/6, but (3) x 4 is a product.
+        rf"(?<=[0-9)]\))(?:(?=[aI]\b)|\s*(?=(?![aI{_UNIT}])[{_LETTER}]\b(?!['’.]\w)))"
+        r"(?![xX] *[-(]? *[0-9.])",
+        "_",
+    ),
     (r"(?:\b(?i:minus|negative)\s+|[负負])(?=[0-9.(])", "-"),
     (rf"(?:(?<![0-9])|(?![{_CJK_DIGIT}]))[{_CJK}]+(?:(?![0-9])|(?<![{_CJK_DIGIT}]))", " w "),
     (rf"(?<![{_LETTER}])[xX](?= ?[-(]?[0-9.])", "*"),  # 6 x 2
     # Units that touch their number, but not 5e, 5th, 5x, 5OO.
     (rf"(?<=[0-9])(?!(?:st|nd|rd|th)\b|[OОЗοΟ])([{_UNIT}]|[{_LETTER}]{{2,}})(?!\w)", r" \1"),
-    (rf"(?<=[{_LETTER}])[*/](?=[{_LETTER}])|/ ?(?=[{_LETTER}])", " "),  # km/h, $6/hour
+    (rf"(?<=[{_LETTER}])[*/](?=[{_LETTER}])|/ *(?=[{_LETTER}])(?!{_UNKNOWN})", " "),  # km/h
     (rf"(?<![{_LETTER}0-9])(?:{_WORD})(?:['’-](?:{_WORD}))*['’]?(?![{_LETTER}0-9])", "w"),
     (r"\s+", " "),
 ]
