@@ -84,7 +84,7 @@ _WORDS = [
     ),
     (r"(?:\b(?i:minus|negative)\s+|[负負])(?=[0-9.(])", "-"),
     (rf"(?:(?<![0-9])|(?![{_CJK_DIGIT}]))[{_CJK}]+(?:(?![0-9])|(?<![{_CJK_DIGIT}]))", " w "),
-    (rf"(?<![{_LETTER}])[xX](?= ?[-(]?[0-9.])", "*"),  # 6 x 2
+    (rf"(?<![{_LETTER}])[xX](?= *[-(]? *[0-9.])", "*"),  # 6 x 2
     # Units that touch their number, but not 5e, 5th, 5x, 5OO.
     (rf"(?<=[0-9])(?!(?:st|nd|rd|th)\b|[OОЗοΟ])([{_UNIT}]|[{_LETTER}]{{2,}})(?!\w)", r" \1"),
     (rf"(?<=[{_LETTER}])[*/](?=[{_LETTER}])|/ *(?=[{_LETTER}])(?!{_UNKNOWN})", " "),  # km/h
