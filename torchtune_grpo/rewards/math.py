@@ -25,7 +25,10 @@ _MARK = re.compile(
     r"""|\banswer["*_]*:(?:\*\*)?"""
 )
 _DISPLAYED = re.compile(r"(?:\\\[|\$\$)\n(.*)")  # a formula on the next line
-_ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+_ANY_NUMBER = re.compile(
+    r"(?:(?<![\w)])[-−])?"
+    r"(?:[0-9](?:[0-9,]|(?:\{,\}|(?<=,)\\! ?|\\,)(?=[0-9]{3}(?![0-9])))*(?:\.[0-9]+)?|\.[0-9]+)"
+)
 
 LONGEST = 1_000  # characters of an answer; a longer one is not read
 _MOST_WORDS = 12  # of a line without a mark; a longer one is an unfinished thought
