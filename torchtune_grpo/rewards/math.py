@@ -20,9 +20,10 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _FORM = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
 _BLOCK = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+)\}")
+_CLOSED = r"""["*_]*:(?:[*_]+(?=\s)|\*\*)?"""  # a colon in bold, or before its end
 _MARK = re.compile(
-    r"""(?i)####|\b(?:the (?:final )?answer|correct (?:answer|option|choice)) is\b:?"""
-    r"""|\banswer["*_]*:(?:\*\*)?"""
+    r"(?i)####|\b(?:the (?:final )?answer|correct (?:answer|option|choice)) is\b"
+    rf"(?:{_CLOSED})?|\banswer{_CLOSED}"
 )
 _DISPLAYED = re.compile(r"(?:\\\[|\$\$)\n(.*)")  # a formula on the next line
 _ANY_NUMBER = re.compile(
@@ -77,7 +78,7 @@ _MARKUP = [
     *[(_SIGN + r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", r" \1\2 ")] * 3,
     *[(_SIGN + r"(?:\*\*([^*]+)\*\*|`([^`]+)`)", r" \1\2\3 ")] * 2,
     (_SIGN + r'["“„«「]([^"“”„«»「」]+)["”“»」]', r" \1\2 "),
-    (_SIGN + r"(?:\\\((.+?)\\\)|\\\[(.+?)\\\])", r" \1\2\3 "),
+    (_SIGN + r"(?:\\\((.+?)\\\)|\\\[((?s:.+?))\\\])", r" \1\2\3 "),
 ]
 _WORDS = [
     # Currency: -$5 is -5. But $5m, 5k, 5 k and 5 x are other numbers.
