@@ -130,6 +130,17 @@ def test_methods_and_functions(score, form):
     assert score(programs, METHODS[form], fn_name="add") == [1.0, 1.0, 0.0, 0.0]
 
 
+def test_a_function_is_not_sought_in_a_class_that_is_only_spoken_of(score):
+    function = "def add(xs, k):\n    return [x + k for x in xs]"
+    programs = [
+        f"# No class Solution is needed.\n{function}",
+        f"pass\n```\n<think>\nclass Solution: ...\n</think>\n```python\n{function}",
+        f"pass\n```\n<think>\n{function}\n</think>\n```python\n{METHOD}",
+        f"pass\n```\n> ```python\n{indent(METHOD, '> ')}\n> ```\n",
+    ]
+    assert score(programs, METHODS["APPS"]) == [1.0] * 4
+
+
 @pytest.mark.parametrize("form", NAMED)
 def test_tests_that_name_their_function(score, form):
     assert score([METHOD, METHOD.replace("+ k", "- k")], NAMED[form]) == [1.0, 0.0]

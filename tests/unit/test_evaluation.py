@@ -54,6 +54,8 @@ def test_the_lenient_grader_reads_the_last_number():
     count = len(texts)
     found = last_number_reward([""] * count, [*texts], answer=["7"] * count)
     assert dict(zip(texts, found, strict=True)) == texts
+    grouped = [r"\boxed{1{,}234}", r"$\$1,\!234.0$", r"1\,234", "1,234.", r"(1,\,1234)"]
+    assert last_number_reward([""] * 5, grouped, answer=["1234"] * 5) == [1.0] * 5
 
 
 def test_answers_of_one_value_vote_together():

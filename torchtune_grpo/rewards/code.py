@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ log = get_logger("INFO")
 _LONGEST = 100_000  # characters in a completion
 _MAX_TRIED = 500  # rows, which take five seconds
 _MAX_SOLUTIONS = 10  # that are tried of one row
+_SOLUTION = re.compile(r"(?:^|>)[ \t]*class Solution\b", re.MULTILINE)
 _RAISES = "raise Exception('always')"
 
 
@@ -192,7 +194,7 @@ class CodeReward:
         if len(text) > _LONGEST:
             return Verdict(Kind.CRASH, f"longer than {_LONGEST} characters")
         defined = exam.entry_point
-        if exam.cases and defined and "class Solution" in text:
+        if exam.cases and defined and _SOLUTION.search(text.rpartition("</think>")[2]):
             defined = "Solution"
         program = extract_program(text, setup=exam.setup, entry_point=defined or None)
         try:

@@ -20,12 +20,16 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _FORM = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
 _BLOCK = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+)\}")
+_CLOSED = r"""["*_]*:(?:[*_]+(?=\s)|\*\*)?"""  # a colon in bold, or before its end
 _MARK = re.compile(
-    r"""(?i)####|\b(?:the (?:final )?answer|correct (?:answer|option|choice)) is\b:?"""
-    r"""|\banswer["*_]*:(?:\*\*)?"""
+    r"(?i)####|\b(?:the (?:final )?answer|correct (?:answer|option|choice)) is\b"
+    rf"(?:{_CLOSED})?|\banswer{_CLOSED}"
 )
 _DISPLAYED = re.compile(r"(?:\\\[|\$\$)\n(.*)")  # a formula on the next line
-_ANY_NUMBER = re.compile(r"(?:(?<![\w)])[-−])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+_ANY_NUMBER = re.compile(
+    r"(?:(?<![\w)])[-−])?"
+    r"(?:[0-9](?:[0-9,]|(?:\{,\}|(?<=,)\\! ?|\\,)(?=[0-9]{3}(?![0-9])))*(?:\.[0-9]+)?|\.[0-9]+)"
+)
 
 LONGEST = 1_000  # characters of an answer; a longer one is not read
 _MOST_WORDS = 12  # of a line without a mark; a longer one is an unfinished thought
@@ -40,6 +44,7 @@ _LATIN = "A-Za-zÀ-ÖØ-öø-\u024f\u1e00-\u1effμΩ\u00b5\u2126"
 _SCRIPTS = (_LATIN, "ΆΈ-ώ", "Ѐ-ӿ", "א-ת", "ء-يٱ-ۓ", "\u0900-\u0963", "\u0e01-\u0e4e")
 _LETTER = "".join(_SCRIPTS)
 _UNIT = "mgshlLtVWANJCFΩгмлч"  # units of one letter
+_UNKNOWN = rf"(?![{_UNIT}w])[{_LATIN}]\b"  # but w stands for a word
 _WORD = "|".join(f"[{script}]++" for script in _SCRIPTS)
 _CJK = "ぁ-ゖァ-ヺー\u3400-\u9fff가-힣"
 _CJK_DIGIT = "一二三四五六七八九十百千万萬亿億兆半口ロー丨丶丿"  # and what looks like one
@@ -56,8 +61,11 @@ _MARKUP = [
     (r"\\(?:times|cdot)(?![A-Za-z])", "*"),
     (r"\\div(?![A-Za-z])", "/"),
     (r"\\(?=[%$])", ""),
-    (r"(?<=[0-9])(?:\{,\}|,\\!|\\,|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),  # 1\,234 1{,}234
-    (r"(\\[dt]?frac) ?([0-9]) ?([0-9])(?![0-9])", r"\1{\2}{\3}"),  # \frac12
+    (r"(?<=[0-9])(?:\{,\}|,\\! ?|\\,|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),  # 1\,234 1{,}234
+    (  # \frac12, \frac{27}5, \frac1{ 72 }
+        r"(\\[dt]?frac) ?(?:\{ *(-?[0-9]+) *\}|([0-9])) ?(?:\{ *(-?[0-9]+) *\}|([0-9])(?![0-9]))",
+        r"\1{\2\3}{\4\5}",
+    ),
     (r"(?<=[0-9])\s?\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2"),  # 2\frac{1}{2}
     (r"(?<![\w.,/])([0-9]+)\s([0-9]+/[0-9]+)(?![\w/]|[.,][0-9])", r"(\1+\2)"),  # 2 1/2
     (r"\\[dt]?frac\{(-?[0-9.,]+)\}\{(-?[0-9.,]+)\}", r"(\1/\2)"),  # \frac{1}{2}
@@ -70,18 +78,23 @@ _MARKUP = [
     *[(_SIGN + r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", r" \1\2 ")] * 3,
     *[(_SIGN + r"(?:\*\*([^*]+)\*\*|`([^`]+)`)", r" \1\2\3 ")] * 2,
     (_SIGN + r'["“„«「]([^"“”„«»「」]+)["”“»」]', r" \1\2 "),
-    (_SIGN + r"(?:\\\((.+?)\\\)|\\\[(.+?)\\\])", r" \1\2\3 "),
+    (_SIGN + r"(?:\\\((.+?)\\\)|\\\[((?s:.+?))\\\])", r" \1\2\3 "),
 ]
 _WORDS = [
     # Currency: -$5 is -5. But $5m, 5k, 5 k and 5 x are other numbers.
     (r"([-+]?)(?:(?:[$€£¥¢₩₪₫₭₮₱₴₦₹₺₽₿฿]|\bUSD(?=[0-9]))(?! ?[0-9.,]+ ?[mb]\b))+ ?", r" \1"),
-    (rf"(?<=[0-9])\s(?=[^\W\d_aI{_UNIT}]\b(?!['’.]\w))", ""),
+    (rf"(?<=[0-9])\s+(?=[^\W\d_aI{_UNIT}]\b(?!['’.]\w))", ""),
+    (  # Nor is (5/6)x 5/6, but (3) x 4 is a product.
+        rf"(?<=[0-9)]\))(?:(?=[aI]\b)|\s*(?=(?![aI{_UNIT}])[{_LETTER}]\b(?!['’.]\w)))"
+        r"(?![xX] *[-(]? *[0-9.])",
+        "_",
+    ),
     (r"(?:\b(?i:minus|negative)\s+|[负負])(?=[0-9.(])", "-"),
     (rf"(?:(?<![0-9])|(?![{_CJK_DIGIT}]))[{_CJK}]+(?:(?![0-9])|(?<![{_CJK_DIGIT}]))", " w "),
-    (rf"(?<![{_LETTER}])[xX](?= ?[-(]?[0-9.])", "*"),  # 6 x 2
+    (rf"(?<![{_LETTER}])[xX](?= *[-(]? *[0-9.])", "*"),  # 6 x 2
     # Units that touch their number, but not 5e, 5th, 5x, 5OO.
     (rf"(?<=[0-9])(?!(?:st|nd|rd|th)\b|[OОЗοΟ])([{_UNIT}]|[{_LETTER}]{{2,}})(?!\w)", r" \1"),
-    (rf"(?<=[{_LETTER}])[*/](?=[{_LETTER}])|/ ?(?=[{_LETTER}])", " "),  # km/h, $6/hour
+    (rf"(?<=[{_LETTER}])[*/](?=[{_LETTER}])|/ *(?=[{_LETTER}])(?!{_UNKNOWN})", " "),  # km/h
     (rf"(?<![{_LETTER}0-9])(?:{_WORD})(?:['’-](?:{_WORD}))*['’]?(?![{_LETTER}0-9])", "w"),
     (r"\s+", " "),
 ]

@@ -11,8 +11,8 @@ from torchtune_grpo.rewards.reward import F, declares
 _COMMAND = re.compile(r"\\(?:text|math|boxed)[a-z]*\s*\{")
 # B. or b) where a line or an item starts, and (B) anywhere, but not P(A).
 _START = r"(?:^(?:[Oo]ption )?\(?|or |and |, )"
-_LABEL = re.compile(rf"(?m){_START}[A-Ja-j][).:\]](?!\w)|(?<!\w\()\b[A-HJ][)\]]")
-_LETTER = re.compile(r"(?<![\w'’.+-])[A-J](?![\w'’+#-]|\.[A-Z]\b)|^(?:[Oo]ption )?[a-j]$")
+_LABEL = re.compile(rf"(?m){_START}[A-Ja-j][).:\]](?!\w)|(?<!\w\()(?<!°)\b[A-HJ][)\]]")
+_LETTER = re.compile(r"(?<![\w'’.+°-])[A-J](?![\w'’+#-]|\.[A-Z]\b)|^(?:[Oo]ption )?[a-j]$")
 # A negated letter, and the article or the pronoun before a word.
 _NO_LETTER = re.compile(r"\b[Nn]ot \(?[A-J]\b|(?<!ption )\b[AI] (?!and\b|or\b|is\b)(?=\w\w)")
 # A line without a mark is a choice if it begins with the letter, or names it as one.
@@ -21,7 +21,7 @@ _NAMES_LETTER = re.compile(
     r"|\b(?i:answer|option|choice|choose|pick|select)\b[ :(is]*[A-J]\b"
 )
 _DENIES = re.compile(r"(?i)n['’]t\b|\b(?:not?|never|neither|nor|wrong|incorrect|except)\b")
-_WORD = re.compile(r"(?!and\b|or\b)\b\w\w|\w\(")
+_WORD = re.compile(r"(?!and\b|or\b)\b\w\w|\w\(|^ *-?[0-9.,]+ ?[A-J]$")  # or "5 J"
 _MARKS = "*_`\"'“”$\\(){} "
 
 

@@ -27,7 +27,10 @@ _BOXED = re.compile(r"\\boxed\{(.+)\}", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
 _EQUALS = re.compile(r"\\equiv(?![a-z])|(?<![<>!:])=(?![^{}]*(?<!\\)\})")  # not as in \sum_{i=1}
-_NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?(?: ?\([a-z](?:, ?[a-z])*\))?|")
+_NAME = re.compile(  # x, x_1, f(x), (x, y), or nothing
+    r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?(?: ?\([a-z](?:, ?[a-z])*\))?"
+    r"|\([a-z](?:, ?[a-z])+\)|"
+)
 # Words that are mathematics; any other word makes an answer prose ("x or y").
 _FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split())
 _FUNCTIONS |= set("sqrt pi min max gcd lcm mod infty frac".split())
