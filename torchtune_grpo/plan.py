@@ -241,8 +241,11 @@ def judge(plan: Plan, run: History) -> None:
     """Say whether a run learns: by the rules of the findings, on what the plan has sampled."""
     groups = findings.groups(run, few=thresholds.FEW_TEACH)
     rules = (findings.rewards(run), findings.responses(run), groups)
-    for sign in findings.by_name(chain(*rules)).values():
-        plan.add(_verdict(sign, plan, run), sign)
+    signs = [*chain(*rules)]  # several rewards may have the same one
+    known = findings.by_name(signs)
+    for sign in signs:
+        if sign.name in known:
+            plan.add(_verdict(sign, plan, run), sign)
     for index, (name, share) in enumerate(plan.spread.items()):
         if share > 0.5 and name != run.decider:
             reason = f"{share:.0%} of the rewards' spread in groups is that of {name}."
@@ -269,10 +272,12 @@ def _verdict(sign: Sign, plan: Plan, run: History) -> str:
     if sign.name.startswith("reward_"):
         keys = zip(run.rewards, run.keys, strict=True)
         names = [reward["name"] for reward, key in keys if key == sign.key]
-        failed = max(run.now(f"rewards/{name}/errors") for name in names)
-        if run.decider in names or failed > run.config("max_reward_failure_share"):
+        if sign.name == "reward_fails":  # on more than max_reward_failure_share: an error
+            return "doubtful"
+        if run.decider in names:
             return "will not learn"
-        return "learns" if sign.name == "reward_constant" else "doubtful"
+        is_none = any(run.now(f"rewards/{name}/none") == 1 for name in names)
+        return "doubtful" if is_none else "learns"
     # Where some are right, groups that seldom teach may still be enough.
     some_right = thresholds.HARDLY_ANY_RIGHT < plan.pass_rate.mean < thresholds.NEARLY_ALL_RIGHT
     is_hopeless = plan.informative.mean < thresholds.HARDLY_ANY_TEACH and not some_right

@@ -105,6 +105,37 @@ def test_an_environment_has_two_limits_and_its_own_reward():
     assert "at 48 sampled or 96 tokens" in said and "mean Game        0.300 [" in said
 
 
+@pytest.mark.parametrize(
+    ("correctness", "form", "verdict"),
+    [
+        ({"errors": 0.02}, {}, "doubtful"),
+        ({}, {"errors": 0.02}, "doubtful"),
+        ({}, {"mean": 0.0, "std": 0.0}, "learns"),
+        ({}, {"none": 1.0}, "doubtful"),
+        ({"none": 1.0}, {}, "will not learn"),
+        ({"none": 1.0}, {"mean": 0.0, "std": 0.0}, "will not learn"),
+    ],
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_reward_that_fails_or_says_nothing(order, correctness, form, verdict):
+    """As docs/plan.md has it, whichever of the two comes first."""
+    cfg = load_config(CONFIG)
+    cfg.rewards = [*cfg.rewards][::order]
+    event = {"kind": "step", "step": 0, "frac_informative_groups": 1.0}
+    for name, own in (("correctness", correctness), ("format", form)):
+        known = {"errors": 0.0, "none": 0.0, "mean": 0.5, "std": 0.5, **own}
+        drop = ("mean", "std") if known["none"] == 1 else ()
+        event |= {f"rewards/{name}/{what}": x for what, x in known.items() if what not in drop}
+    names = [reward.name for reward in cfg.rewards]
+    history = History(read_config(cfg), dict.fromkeys(names), "correctness")
+    history.add(event)
+    score, plan = Score(0.5, 0.4, 0.6), Plan(*[None] * 14)
+    plan.pass_rate = plan.informative = plan.cut_off = score
+    plan.spread, plan.memory = {}, {"peak": 1, "total": 9}
+    judge(plan, history)
+    assert plan.verdict == verdict, plan.reasons
+
+
 def test_a_reward_that_is_none_or_has_failed_is_no_spread():
     def scores(completions, **columns):
         return [None, 5.0, ValueError("mine"), 5.0]

@@ -161,7 +161,7 @@ class ObjectiveConfig(Keys):
     """Do not let other rewards alone train a group in which the deciding one is the same for all;
     null = on if there is a deciding reward, and others beside it."""
     mask_truncated_completions: bool = False
-    """Do not train on responses without a stop token (their rewards still count)."""
+    """Do not train on responses that were cut off (their rewards still count)."""
     sampling_correction: Correction | None = None
     """Correction of the gap between sampler and trainer: importance weights, or the sampler's own
     log-probs in the loss's ratio; null = none. The default is what the engine wants, which is

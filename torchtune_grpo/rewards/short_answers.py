@@ -40,7 +40,7 @@ def read_letter(content: str) -> str | None:
 
 def read_bare_letter(content: str) -> str | None:
     """Read the letter of a reply that is one line: "100 °C" and "Vitamin B" are no choices."""
-    line = re.sub(r'[*_`"“”$\\{}]', "", content).strip()
+    line = re.sub(r'[*_`"“”$\\{}]', "", _COMMAND.sub("", content)).strip()
     is_choice = _NAMES_LETTER.search(line) and not _DENIES.search(line)
     return read_letter(content) if is_choice else None
 
