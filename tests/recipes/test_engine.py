@@ -137,6 +137,9 @@ def test_what_an_engine_wants_holds_for_everybodys(own, chosen):
     for said in (None, "token_mask"):
         correction = f"objective.sampling_correction={'null' if said is None else said}"
         assert settings_of(*named, correction).objective.sampling_correction == said
+    for algorithm, expected in (("dapo", wanted), ("dppo", "old_logprobs")):
+        of_paper = settings_of(*named, f"algorithm={algorithm}")
+        assert of_paper.objective.sampling_correction == expected
     assert settings_of().objective.sampling_correction is None
     with pytest.raises(ValueError, match="most 64 tokens of .* dataset .* 78; raise the engine"):
         check_prompts(cfg, "dataset", [[1] * 30], model=build_policy())

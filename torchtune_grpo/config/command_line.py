@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -58,7 +57,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     cfg = _read(name, folder=Path())
     algorithms = [text for text in overrides if text.startswith("algorithm=")]
     for text in algorithms:
-        cfg = _on_top_of(cfg, _read_algorithm(text.partition("=")[2]))
+        cfg = _with_algorithm(cfg, text.partition("=")[2])
     for override in overrides:
         if override not in algorithms:
             apply_override(cfg, override)
@@ -69,13 +68,16 @@ def _algorithms() -> dict[str, Path]:
     return {path.stem: path for path in recipes_folder().glob("configs/algorithms/*.yaml")}
 
 
-def _read_algorithm(name: str) -> DictConfig:
-    """Read the keys that make a published algorithm; docs/objectives.md."""
+def _with_algorithm(cfg: DictConfig, name: str) -> DictConfig:
+    """Set the keys that make a published algorithm; docs/objectives.md."""
     files = _algorithms()
     if name not in files:
         names = ", ".join(sorted(files))
         raise ValueError(f"algorithm={name}: unknown.{suggest(name, files)} There are {names}.")
-    return _read(str(files[name]), folder=Path())
+    merged = _on_top_of(cfg, _read(str(files[name]), folder=Path()))
+    if merged.objective.sampling_correction is None:  # the engine may want one
+        del merged.objective.sampling_correction
+    return merged
 
 
 def _read(name: str, *, folder: Path, above: tuple[Path, ...] = ()) -> DictConfig:
@@ -97,11 +99,13 @@ def _read(name: str, *, folder: Path, above: tuple[Path, ...] = ()) -> DictConfi
     if not isinstance(cfg, DictConfig):
         raise ValueError(f"{key}: holds no keys; `tune cp` copies a config to start from.")
     base, algorithm = cfg.pop("base_config", None), cfg.get("algorithm")
-    below = [] if base is None else [_read(str(base), folder=path.parent, above=(*above, path))]
+    below = DictConfig({})
+    if base is not None:
+        below = _read(str(base), folder=path.parent, above=(*above, path))
     if isinstance(algorithm, str):  # not verl's node of this name
         del cfg["algorithm"]
-        below.append(_read_algorithm(algorithm))
-    return functools.reduce(_on_top_of, [*below, cfg])
+        below = _with_algorithm(below, algorithm)
+    return _on_top_of(below, cfg)
 
 
 def _on_top_of(base: DictConfig, cfg: DictConfig) -> DictConfig:
