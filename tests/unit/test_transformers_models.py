@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.config.keys import RolloutConfig
-from torchtune_grpo.models import auto, hf_model, lora_hf_model, transformers_model
+from torchtune_grpo.models import hf_model, lora_hf_model, transformers_model
 from torchtune_grpo.models.auto import TransformersModel
 from torchtune_grpo.models.layers import standardize
 from torchtune_grpo.models.weights import HFCheckpointer
@@ -240,6 +240,6 @@ def test_what_is_no_causal_decoder_is_refused_by_one_line(tmp_path, monkeypatch)
         file.write_text(json.dumps(settings | change))
         with pytest.raises(ValueError, match=why):
             hf_model(str(folder))
-    monkeypatch.setattr(auto, "version", lambda package: "4.57.0")
+    monkeypatch.setattr("torchtune_grpo.models.tokenizer.version", lambda package: "4.57.0")
     with pytest.raises(ValueError, match="from version 5 on; `pip install"):
         hf_model(str(folder))

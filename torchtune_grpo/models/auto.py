@@ -12,7 +12,6 @@ that samples. Losses for routers of experts are off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torchtune.utils._logging import log_once
 from torchtune_grpo.config.text import describe, shortened
 from torchtune_grpo.models.auto_kind import TransformersKind
 from torchtune_grpo.models.layers import lora_linear, save_without_nf4
+from torchtune_grpo.models.tokenizer import is_before_transformers_5
 
 log = utils.get_logger("INFO")
 
@@ -211,7 +211,7 @@ class _BaseOutput(tuple[Tensor]):
 
 def _build(model_dir: str) -> tuple[Any, dict[str, str]]:
     """Build the causal model, or its text part; return what renames weights in its files, too."""
-    if int(version("transformers").partition(".")[0]) < 5:
+    if is_before_transformers_5():
         raise ValueError(
             f"model_dir={model_dir}: transformers' own modules compute this model, from version 5 "
             'on; `pip install "transformers>=5"`.'

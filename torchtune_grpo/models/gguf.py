@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from torchtune.utils import get_logger
 
 from torchtune_grpo.config.text import describe, naming, shortened
-from torchtune_grpo.models.tokenizer import only_errors
+from torchtune_grpo.models.tokenizer import is_before_transformers_5, only_errors
 
 _log = get_logger("INFO")
 
@@ -81,7 +80,7 @@ def complete(folder: Path) -> None:
 def check_packages(what: str) -> None:
     """Raise a ValueError if ``what`` needs packages that are not installed."""
     missing = any(find_spec(name) is None for name in ("accelerate", "gguf"))
-    if missing or int(version("transformers").partition(".")[0]) < 5:
+    if missing or is_before_transformers_5():
         needs = '`pip install gguf accelerate "transformers>=5"`, the extra smollm2'
         raise ValueError(f"{what}: needs {needs}.")
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,11 @@ class HFTokenizer:
 
 
 hf_tokenizer = HFTokenizer  # as configs name it
+
+
+def is_before_transformers_5() -> bool:
+    """Whether the installed transformers is too old for GGUF files and its own modules here."""
+    return int(version("transformers").partition(".")[0]) < 5
 
 
 @contextmanager

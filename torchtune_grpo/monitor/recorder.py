@@ -9,9 +9,8 @@ import platform
 import random
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -144,10 +143,8 @@ class Recorder:
         wrong = [scores.wrong for _, scores in self.groups.rollouts if scores.wrong]
         groups, prompts = self.groups.take(step)
         values = {**metrics, "prompts": prompts, **({"wrong": wrong[0]} if wrong else {})}
-        event = on_first_rank(self._write, "step", step, values)
+        event = on_first_rank(self._write_step, step, values, groups)
         self.is_base &= not changes_weights(event)
-        done = step / self._cfg.num_steps
-        on_first_rank(partial(append_groups, self._folder, groups, done=done))
         if self._shown is not None:
             self._shown.step_done(step, metrics)
         if step == 1 or step % _STEPS_PER_PAGE == 0:
@@ -175,6 +172,13 @@ class Recorder:
                 log.info(f"Finding {finding['name']} has ended.")
             else:
                 log.warning(f"Finding {finding['name']}: {finding['evidence']} {finding['remedy']}")
+        return event
+
+    def _write_step(
+        self, step: int, values: Mapping[str, object], groups: Sequence[Sequence[Record]]
+    ) -> Measured:
+        event = self._write("step", step, values)
+        append_groups(self._folder, groups, done=step / self._cfg.num_steps)
         return event
 
     def _write_page(self) -> None:
