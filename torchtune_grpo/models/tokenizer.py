@@ -185,7 +185,7 @@ hf_tokenizer = HFTokenizer  # as configs name it
 
 
 def is_before_transformers_5() -> bool:
-    """Whether the installed transformers is too old for GGUF files and its own modules here."""
+    """Whether transformers is older than GGUF files, and models that it computes itself, need."""
     return int(version("transformers").partition(".")[0]) < 5
 
 
