@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -36,7 +37,7 @@ from torchtune_grpo.evaluation import thresholds
 from torchtune_grpo.evaluation.statistics import Score, bootstrap_interval
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import free_bytes, only_warnings, seed_step
-from torchtune_grpo.machine.parallel import on_first_rank, sum_over_ranks
+from torchtune_grpo.machine.parallel import on_first_rank, sum_over_ranks, world_size
 from torchtune_grpo.machine.progress import Meter
 from torchtune_grpo.monitor import findings
 from torchtune_grpo.monitor.findings import History, Sign
@@ -161,7 +162,7 @@ def _plan(recipe: GRPOFullFinetuneRecipe, meter: Meter) -> Plan:
         rewards={name: history.now(f"rewards/{name}/mean") for name in scores.names},
         spread=_shares_of_spread(scores, group_size=size),
         moved=moved,
-        time=_seconds(recipe, times, update),
+        time=_seconds(recipe, times, update, rows.sampled_lengths),
         memory=_memory(run),
     )
     judge(plan, history)
@@ -211,18 +212,35 @@ def _train_once(recipe: GRPOFullFinetuneRecipe, rows: Trajectory) -> tuple[float
 
 
 def _seconds(
-    recipe: GRPOFullFinetuneRecipe, times: Sequence[Mapping[str, float]], update: float
+    recipe: GRPOFullFinetuneRecipe,
+    times: Sequence[Mapping[str, float]],
+    update: float,
+    lengths: Tensor,
 ) -> dict[str, float]:
-    """Forecast the seconds of a step, of an evaluation and of the run."""
+    """Forecast the seconds of a step, of an evaluation and of the run from this rank's rows [N]."""
     cfg, later = recipe.cfg, times[1:] or times  # the first one also warms up
     rollout, reward = (fmean(e[f"time/{part}"] for e in later) for part in ("rollout", "reward"))
     found = {"rollout": rollout, "reward": reward, "update": update, "step": 0.0}
     found["step"] = sum(found.values())
-    answers = len(recipe.run.eval_dataset or ()) * (1 + cfg.evaluation.samples)
-    evaluation = answers / (cfg.batch_size * cfg.grpo_samples) * (rollout + reward)
+    rows, at_once = len(lengths) / len(times), cfg.batch_size * cfg.grpo_samples
+    at_once = min(at_once, cfg.rollout.max_rows or at_once)
+    decoding = partial(_decoding_steps, lengths, at_once=at_once)
+    greedy = -(-len(recipe.run.eval_dataset or ()) // world_size())
+    evaluation = 0.0
+    for answers in (greedy, greedy * cfg.evaluation.samples):
+        evaluation += rollout * decoding(answers) / max(decoding(rows), 1)
+        evaluation += reward * answers / rows
     evaluations = 1 + -(-cfg.num_steps // (cfg.evaluation.every_n_steps or cfg.num_steps))
     total = cfg.num_steps * found["step"] + evaluations * evaluation
     return found | {"evaluation": evaluation, "run": total}
+
+
+def _decoding_steps(lengths: Tensor, count: float, *, at_once: int) -> float:
+    """Return the decoding steps of ``count`` responses: few rows take as long as their longest."""
+    ranks = torch.linspace(0, 1, len(lengths) + 1, dtype=torch.float64)
+    chances = (ranks**count).diff()  # [N] of each length, in order, to be the longest of ``count``
+    longest = float(lengths.cpu().double().sort().values @ chances)
+    return max(longest, count * float(lengths.double().mean()) / at_once)
 
 
 def _memory(run: Run) -> dict[str, int]:

@@ -16,7 +16,16 @@ from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
 from torchtune_grpo.evaluation.statistics import Score
 from torchtune_grpo.monitor.findings import History
-from torchtune_grpo.plan import Plan, _goes_on, _memory, _shares_of_spread, judge, lines, make_plan
+from torchtune_grpo.plan import (
+    Plan,
+    _goes_on,
+    _memory,
+    _seconds,
+    _shares_of_spread,
+    judge,
+    lines,
+    make_plan,
+)
 from torchtune_grpo.rewards import Reward, RewardSet
 
 CONFIG = "tiny_arithmetic_grpo"
@@ -146,6 +155,25 @@ def test_a_reward_that_is_none_or_has_failed_is_no_spread():
     rewards = RewardSet([Reward("right", right), Reward("rare", scores)], max_failure_share=1)
     scored = rewards(prompts=["p"] * 4, completions=["c"] * 4, columns={}, group_size=2)
     assert _shares_of_spread(scored, group_size=2) == {"right": 1.0, "rare": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "questions", "seconds"),
+    [
+        ([], 8, 100.0),  # no fewer steps than 64 answers of the same length
+        ([], 256, 400.0),
+        (["evaluation.samples=4"], 8, 200.0),
+        (["rollout.max_rows=16"], 8, 25.0),
+    ],
+)
+def test_a_few_answers_wait_for_their_longest(keys, questions, seconds):
+    """All responses are of the same length, and a rollout of 64 of them takes 100 s."""
+    keys = ["batch_size=8", "grpo_samples=8", "evaluation.samples=0", *keys]
+    cfg = read_config(load_config(CONFIG, keys))
+    recipe = SimpleNamespace(cfg=cfg, run=SimpleNamespace(eval_dataset=range(questions)))
+    times = [{"time/rollout": 100.0, "time/reward": 0.0}] * 2
+    found = _seconds(recipe, times, 1.0, torch.full((128,), 50))
+    assert found["evaluation"] == pytest.approx(seconds)
 
 
 def test_a_second_plan_is_refused_and_leaves_the_first_ones_folder(tmp_path):
