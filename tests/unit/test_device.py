@@ -107,6 +107,43 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch):
     assert device.free_bytes(CPU) == pytest.approx(alone / 4, rel=0.3)
 
 
+LIMITED = {
+    "its own": ("0::/", {"": ("6000000", 5_000_000, 2_000_000)}, 3_000_000),
+    "none": ("0::/app", {"": ("max", 5, 0), "app": ("max", 5, 0)}, None),
+    "that of a group above": (
+        "0::/pod/app",
+        {"pod": ("6000000", 4_000_000, 0), "pod/app": ("9000000", 1_000_000, 0)},
+        2_000_000,
+    ),
+    "of version 1, by the host's path": (
+        "5:devices:/\n4:memory:/docker/0a1b\n0::/",
+        {"memory": ("6000000", 5_000_000, 1_000_000)},
+        2_000_000,
+    ),
+    "of version 1, none": ("4:memory:/", {"memory": (f"{2**63 - 4096}", 5, 0)}, None),
+}
+
+
+@pytest.mark.parametrize(("own", "groups", "left"), LIMITED.values(), ids=LIMITED)
+def test_limits_of_control_groups_count(tmp_path, monkeypatch, own, groups, left):
+    """What was read from files, and not lately, can be given up."""
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(device, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(device, "_GROUPS", tmp_path)
+    names = {
+        False: ("memory.max", "memory.current", "inactive_file"),
+        True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    for group, (most, used, cached) in groups.items():
+        limit, usage, inactive = names[group == "memory"]
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / group / limit).write_text(f"{most}\n")
+        (tmp_path / group / usage).write_text(f"{used}\n")
+        (tmp_path / group / "memory.stat").write_text(f"anon 1\n{inactive} {cached}\n")
+    free = device.free_bytes(CPU)
+    assert free == left if left is not None else free > 50_000_000
+
+
 @pytest.mark.parametrize(("gigabytes", "sharded"), [(5.2, False), (4.8, True)])
 def test_adapters_are_replicated_where_the_model_fits(monkeypatch, gigabytes, sharded):
     """Llama 3.2 1B and its adapters take 2.5 GB in bf16, twice of which has to be free."""

@@ -24,6 +24,13 @@ from torchtune import utils
 from torchtune_grpo.machine.parallel import rank
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+# Of control groups of version 2 and 1: their folder, the files of limit and use, and what of
+# memory.stat can be given up.
+_MEMORY_OF_GROUPS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 _NF4_BITS = 4.5  # bits of a weight, including its block's scales
 # Below this many parameters a second thread gains next to nothing.
 MANY_PARAMETERS = 1_000_000
@@ -179,18 +186,36 @@ def _busy_seconds(cpus: Container[int]) -> float:
 def free_bytes(device: torch.device) -> int:
     """Return a CUDA device's free memory or, on a CPU, a rank's share of the available memory.
 
-    What torch's allocator keeps for reuse counts as free. A system without /proc has no limit.
+    What torch's allocator keeps for reuse counts as free. A system without /proc has no limit. A
+    container's limit counts, whatever its host has.
     """
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
-    try:
+    free = _left_by_limits()
+    with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    except OSError:
-        pass
-    return 1 << 60
+                free = min(free, int(line.split()[1]) * 1024)
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _left_by_limits() -> int:
+    """Return what the limits of this process's control groups leave, such as a container's."""
+    left = 1 << 60
+    groups = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []
+    for _, controller, path in (line.split(":", 2) for line in groups):
+        if controller not in _MEMORY_OF_GROUPS:
+            continue
+        folder, most, used, cached = _MEMORY_OF_GROUPS[controller]
+        # A container may see its own group as the root, and yet be told its path on the host.
+        for group in (own := Path(path.lstrip("/")), *own.parents):
+            with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+                at = _GROUPS / folder / group
+                free = int((at / most).read_text()) - int((at / used).read_text())
+                stat = dict(line.split() for line in (at / "memory.stat").read_text().splitlines())
+                left = min(left, free + int(stat.get(cached, 0)))
+    return left
 
 
 def weight_bytes(model: nn.Module) -> int:
