@@ -532,7 +532,8 @@ def test_cache_stays_within_its_bound_is_reused_and_what_an_evaluation_took_is_g
     assert held() == of_a_step
 
 
-def test_as_many_rows_as_memory_allows(monkeypatch):
+def test_as_many_rows_as_memory_allows(monkeypatch, caplog):
+    """Once in a run it is said that these are few."""
     model, prompts = build_policy(), random_prompts([5, 30, 9, 7, 2])
     asked = request(prompts, group_size=4)
     expected = sample(native(model), prompts, group_size=4)
@@ -543,8 +544,11 @@ def test_as_many_rows_as_memory_allows(monkeypatch):
         free = round(share / engines.MEMORY_SHARE)
         monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
         engine = native(model)
+        caplog.clear()
         assert engine.rows_at_once(asked) == rows
         assert_same_samples(engine.generate(asked), expected)
+        few = [f"Rollouts sample {rows} of 20 responses at once"] if rows < 5 else []
+        assert [record.message.partition(",")[0] for record in caplog.records] == few
 
 
 SAMPLINGS = [

@@ -35,6 +35,7 @@ Merge = Literal["auto", "always", "never"]
 
 REPLY_STEPS = 16  # a fast tool answers within so many
 MEMORY_SHARE = 0.4  # share of free memory for a rollout; the update's activations need the rest
+_MANY_ROWS = 256  # a quarter of them at once is enough, however many are asked for
 
 
 class NativeEngine(RolloutEngine):
@@ -64,6 +65,7 @@ class NativeEngine(RolloutEngine):
             self._graphs = StepGraphs(CudaRecorder())
         self._buffers = Buffers(self._device)
         self._budget: int | None = None
+        self._has_warned = False
         self._decoder: NativeDecoder | None = None
         self._cache: GroupCache | None = None
 
@@ -87,6 +89,15 @@ class NativeEngine(RolloutEngine):
         fits = bisect_right(
             range(1, rows + 1), self._budget, key=lambda r: self.cache_bytes(request, rows=r)
         )
+        if 4 * fits < min(rows, _MANY_ROWS) and not self._has_warned:
+            self._has_warned = True
+            needed = self.cache_bytes(request, rows=rows)
+            log.warning(
+                f"Rollouts sample {max(fits, 1)} of {rows} responses at once, which is slow: all "
+                f"need {needed / 2**30:.2g} GiB, and {MEMORY_SHARE:.0%} of what training leaves "
+                f"free is {max(self._budget, 0) / 2**30:.2g} GiB. Free memory, lower "
+                "max_generated_tokens, or set rollout.max_rows, which takes what it needs."
+            )
         return max(fits, 1)
 
     def _free(self) -> int:
