@@ -15,7 +15,7 @@ from runs import run, tiny_overrides
 from torchtune_grpo.config import aliases
 from torchtune_grpo.config.check import check_imports, key_paths, parameters, read_config
 from torchtune_grpo.config.command_line import config_files, load_config
-from torchtune_grpo.config.keys import ENGINES, GRPOConfig, without_effect
+from torchtune_grpo.config.keys import ENGINES, EnvironmentConfig, GRPOConfig, without_effect
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.data import ShuffledSampler
 from torchtune_grpo.run import Run
@@ -166,6 +166,13 @@ def test_a_mistake_elsewhere_makes_none_of_an_environments_own_keys():
     with pytest.raises(ConfigError) as error:
         settings_of(*environment, "environment.max_turns=3", "batch_size=0")
     assert [problem.partition("=")[0] for problem in error.value.problems] == ["batch_size"]
+
+
+@pytest.mark.parametrize("null", ["environment=null", "~environment"])
+def test_a_run_may_leave_out_its_configs_environment(null):
+    settings = settings_of("environment=my.Game", null)
+    assert not settings.has_environment and settings.environment == EnvironmentConfig()
+    assert settings_of("environment=null", "environment.max_turns=3").environment.max_turns == 3
 
 
 def test_a_component_may_be_its_path_alone():

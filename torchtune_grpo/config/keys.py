@@ -210,7 +210,8 @@ class EnvironmentConfig(Keys):
     """Rollouts of several turns (docs/environments.md).
 
     Beside these keys stand `_component_`, the dotpath of an environment, and its arguments; or
-    several environments by name, each with its own, which the data's column `environment` chooses.
+    several environments by name, each with its own, which the data's column `environment` chooses;
+    null = none.
     """
 
     model_config = SETTINGS | ConfigDict(extra="allow")
@@ -229,6 +230,8 @@ class EnvironmentConfig(Keys):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
+        if value is None:
+            return {}
         return {"_component_": value} if isinstance(value, str) else value
 
     @property
