@@ -79,14 +79,16 @@ def test_changed_rows_of_a_folder_or_a_pattern_are_refused(tmp_path):
         check({key: value for key, value in old.items() if " files" not in key}, new)
 
 
-def test_columns_splits_and_texts_are_no_files(tmp_path, monkeypatch):
+def test_columns_splits_tasks_and_texts_are_no_files(tmp_path, monkeypatch):
     """Although a folder has the name of a column, such as the run's own, or a text has a "?"."""
     monkeypatch.chdir(tmp_path)
     changes = ["dataset.columns={answer: output}", "dataset.system_prompt='How many?'"]
-    for name in ("output", "train"):
+    changes += ["dataset.task=sum", "dataset.name=main"]
+    folders = ("output", "train", "sum", "main")
+    for name in folders:
         (tmp_path / name).mkdir()
     old = config_of(tmp_path / "run", *changes)
-    for name in ("output", "train"):
+    for name in folders:
         (tmp_path / name / "new").touch()
     check(old, config_of(tmp_path / "run", *changes))
     assert not [key for key in old if key.endswith(" files")]

@@ -37,7 +37,10 @@ FIXED = (
 HYPERPARAMETERS: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "fused", "foreach")
 _FREE = (*(f"optimizer.{name}" for name in HYPERPARAMETERS), "model.lora_dropout")
 # Arguments of data sets that name no file, although there may be one of that name
-_NO_FILES = {"columns", "prompt_column", "split", "system_prompt", "prompt_template", "prefill"}
+_NO_FILES = {
+    *("name", "split", "task", "columns", "prompt_column"),
+    *("system_prompt", "prompt_template", "prefill"),
+}
 # Files in a model's folder that say what its weights and its texts mean
 OF_A_MODEL = (
     *("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.model"),
