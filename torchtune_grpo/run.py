@@ -365,7 +365,7 @@ class Run:
         restarted, folder = parallel.is_restarted(), Path(self.cfg.output_dir)
         parallel.on_first_rank(claim_output_dir, folder)
         if not restarted:
-            parallel.on_first_rank(mark_begun, folder, False)
+            parallel.on_first_rank(lambda: mark_begun(folder, begun=False))
         with only_warnings():
             training.set_seed(seed=self.cfg.seed)
         self.prepare_model()
@@ -376,7 +376,8 @@ class Run:
             getattr(self, part)
         if checkpoint is None:
             parallel.on_first_rank(set_aside_previous_run, self.cfg)
-            parallel.on_first_rank(mark_begun, folder, parallel.may_be_restarted())
+            begun = parallel.may_be_restarted()
+            parallel.on_first_rank(lambda: mark_begun(folder, begun=begun))
         if self.environment is not None:
             item = self.dataset[0]
             self.environment.check_sessions(item["columns"], item["prompt"])

@@ -188,10 +188,10 @@ def test_ranks_that_are_restarted_before_their_run_began_resume_no_earlier_one(t
     checkpoints._cfg.resume_from_checkpoint, checkpoints._cfg.num_steps = False, 9
     saved, out = checkpoints.save(model, {}, step=1), tmp_path / "out"
     assert checkpoints.to_resume(restarted=True) is None
-    mark_begun(out, True)
+    mark_begun(out, begun=True)
     assert checkpoints.to_resume(restarted=True) == saved
     assert checkpoints.to_resume(restarted=False) is None
-    mark_begun(out, False)
+    mark_begun(out, begun=False)
     assert checkpoints.to_resume(restarted=True) is None and names(out) == ["step_000001"]
 
 

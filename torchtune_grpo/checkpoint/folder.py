@@ -44,7 +44,7 @@ def claim_output_dir(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def mark_begun(folder: Path, begun: bool) -> None:
+def mark_begun(folder: Path, *, begun: bool) -> None:
     """Note whether a job's run has begun in a folder.
 
     Ranks that torchrun starts again then know whose checkpoints are there.
