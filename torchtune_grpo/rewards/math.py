@@ -22,8 +22,10 @@ _BLOCK = re.compile("<answer>(.*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+)\}")
 _CLOSED = r"""["*_]*:(?:[*_]+(?=\s)|\*\*)?"""  # a colon in bold, or before its end
 _MARK = re.compile(
-    r"(?i)####|\b(?:the (?:final )?answer|correct (?:answer|option|choice)) is\b"
-    rf"(?:{_CLOSED})?|\banswer{_CLOSED}"
+    # A heading above the last line, and marks before the answer
+    r"(?i)(?m:^)[#*_ ]*(?:final )?answer[*_ ]*(?=\n\s*+.++\s*+\Z)|####"
+    r"|\b(?:the (?:final )?answer|correct (?:answer|option|choice))"
+    rf"(?: to (?:the|this) (?:question|problem))? is\b(?:{_CLOSED})?|\banswer{_CLOSED}"
 )
 _DISPLAYED = re.compile(r"(?:\\\[|\$\$)\n(.*)")  # a formula on the next line
 _ANY_NUMBER = re.compile(
@@ -51,15 +53,20 @@ _CJK_DIGIT = "一二三四五六七八九十百千万萬亿億兆半口ロー丨
 _CHARACTERS = (
     str.maketrans("−–×·⋅∗÷。、￥", "--****/.,¥")
     | {wide: chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)}  # full width
-    | dict.fromkeys(map(ord, "°℃\u200b\u200c\u200d\u2060\ufeff"), " ")  # and zero width
+    | dict.fromkeys(map(ord, "°℃✅\u200b\u200c\u200d\u2060\ufeff"), " ")  # and zero width
 )
 _REPEATING = re.compile(
     r"(?<![\w.,])([0-9]*)\.([0-9]*)\\(?:overline|bar|dot) ?(?:\{([0-9]+)\}|([0-9]))"
 )
+_TEN = r"10\^(?:\{(-?[0-9]{1,2})\}|(-?[0-9]))(?![\w{])"  # a power of ten
+_STYLE = "[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it)|boldsymbol|underline"
 _SIGN = rf"(?<![{_LATIN}])([-+]?)"
 _MARKUP = [
     (r"\\(?:times|cdot)(?![A-Za-z])", "*"),
     (r"\\div(?![A-Za-z])", "/"),
+    # 3 * 10^{8} is 3e8, but not behind a stroke, and 10^6 is 1e6.
+    (r"(?<![\w.,^/])(?<!/\s)(?<!\s\s)([0-9][0-9.,]*) ?[*xX] ?" + _TEN, r"\1e\2\3"),
+    (r"(?<![\w.,^])" + _TEN, r"1e\1\2"),
     (r"\\(?=[%$])", ""),
     (r"(?<=[0-9])(?:\{,\}|,\\! ?|\\,|[\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),  # 1\,234 1{,}234
     (  # \frac12, \frac{27}5, \frac1{ 72 }
@@ -75,7 +82,7 @@ _MARKUP = [
     (rf"([{_LETTER}]{{2}}\}}?|[ 0-9{{/*][ms]\}}?)(?:\^[23]\b|\^\{{[23]\}}|[²³])", r"\1"),  # km^2
     (r"([a-z 0-9]m|ft)[23]\b", r"\1"),  # cm3
     # Nested up to three and two deep; the sign moves in: -\boxed{\text{12}}, **`12`**
-    *[(_SIGN + r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math(?:rm|bf|it))\s*\{([^{}]+)\}", r" \1\2 ")] * 3,
+    *[(rf"{_SIGN}\\(?:{_STYLE})\s*\{{([^{{}}]+)\}}", r" \1\2 ")] * 3,
     *[(_SIGN + r"(?:\*\*([^*]+)\*\*|`([^`]+)`)", r" \1\2\3 ")] * 2,
     (_SIGN + r'["“„«「]([^"“”„«»「」]+)["”“»」]', r" \1\2 "),
     (_SIGN + r"(?:\\\((.+?)\\\)|\\\[((?s:.+?))\\\])", r" \1\2\3 "),
@@ -129,9 +136,9 @@ def located_answers(text: str, *, strict: bool = False, one_line: bool = True) -
     """Find the answers that a text states after its thinking; several must agree.
 
     These are the answer blocks; without an answer tag, each ``\\boxed{}``; else the line behind the
-    last ``####``, "the (final) answer is" or "Answer:" that is not blank; else the text itself, if
-    it is one line of at most twelve words. ``strict``: blocks only; without ``one_line`` it is all
-    that follows a mark.
+    last ``####``, "the (final) answer is" or "Answer:" that is not blank, or a last line below a
+    heading "Answer"; else the text itself, if it is one line of at most twelve words. ``strict``:
+    blocks only; without ``one_line`` it is all that follows a mark.
     """
     tail = text.rpartition("</think>")[2]
     if strict or "<answer>" in tail or "</answer>" in tail:
@@ -142,8 +149,8 @@ def located_answers(text: str, *, strict: bool = False, one_line: bool = True) -
         return {block.strip(" \n") for block in _BLOCK.findall(closed)}
     if "<think>" in tail:
         return set()
-    if boxes := set(_BOX.findall(tail)):
-        return boxes
+    if boxes := _BOX.findall(tail):
+        return {re.sub(r"\A\{([^{}]+)\}\Z", r"\1", box) for box in boxes}
     whole, *marked = map(str.strip, _MARK.split(tail))
     if not marked and ("\n" in whole or len(whole.split()) > _MOST_WORDS):
         return set()
