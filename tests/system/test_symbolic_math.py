@@ -46,6 +46,12 @@ RIGHT = [
     (r"1 + \frac{2}{\mathrm{e}}", r"1 +\frac{2}{\mathrm{e}}"),  # as it is written
     (r"1, 3, \ldots, 2n-1", r"1, 3, \ldots, 2n-1"),
     ("x'", "x'"),
+    # A unit at the end may be missing on either side.
+    (r"18\pi \text{ cm}^2", r"18\pi"),
+    (r"A = 18\pi\,\mathrm{cm}^{2}.", r"18\pi\text{ cm}^2"),
+    (r"18\pi", r"18\pi \mbox{ square inches}"),
+    (r"10\sqrt{3}\text{ units}", r"\sqrt{300}"),
+    (r"18\pi\mathrm{e}", r"18 e\pi"),
 ]
 WRONG = [
     # math-verify reads a part of these.
@@ -53,6 +59,12 @@ WRONG = [
     (r"y = 1 + \frac{2}{\mathrm{e}}", r"\frac{x}{x}"),
     (r"1, 3, 5, \ldots, 2n-1", r"1, 2, \ldots, n"),
     ("x'", "x"),
+    (r"18\pi\mathrm{e}", r"18\pi"),
+    (r"18\pi \text{ m}^2", r"18\pi \text{ cm}^2"),
+    (r"18\pi \text{ cm}", r"18\pi \text{ cm}^2"),
+    (r"18\pi \text{ million}", r"18\pi"),
+    (r"17\pi \text{ cm}", r"18\pi"),
+    (r"18\pi \text{ cm} + 1", r"18\pi"),
     ("3x +", r"3\cos 0"),
     (r"\frac{\sqrt{2}}{3}", r"\frac{1}{\sqrt{2}}"),
     ("(0, 1)", "[0,1)"),

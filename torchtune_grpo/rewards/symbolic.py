@@ -22,6 +22,13 @@ _NUMERAL = re.compile(r"\(?0*([0-9][0-9A-Z]*)\)?_(?:([0-9]+)|\{([0-9]+)\})")  # 
 _INDEXED = re.compile(r"(?<![A-Za-z_{^0-9])[0-9][0-9A-Z]*\)?_")  # a number with a base
 _COMMAND = re.compile(r"\\(?:(?:begin|end)\{[a-z]+\}|[A-Za-z]+)")
 _TEXT_COMMAND = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)(?![A-Za-z])")
+_UNIT = re.compile(  # \text{ cm}^2 at the end; not \text{ million}, nor any other word
+    r"(?:\\[ ,;:!]|[~\s])*\\(?:text(?:rm)?|mbox|mathrm)\s*\{[~\s]*"
+    r"((?:(?:square|cubic|sq\.?|cu\.?) )?(?:[cdkm]?m|[km]?g|m?L|in|ft|yd|s|h|inch(?:es)?|foot|feet"
+    r"|yards?|miles?|(?:centi|kilo|milli)?met(?:er|re)s?|units?|degrees?|radians?|dollars?|cents?"
+    r"|hours?|minutes?|seconds?))\.?\s*\}(?:\^\{?([23])\}?)?\Z"
+)
+_LETTER = re.compile(r"\\(?:text(?:rm)?|mbox|mathrm)\s*\{\s*([A-Za-z])\s*\}")  # \mathrm{e}
 _DELIMITED = re.compile(r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{(.+)\}", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]{2,}")
@@ -47,7 +54,8 @@ class SymbolicMathReward:
     Where the gold states one number, this is ``math_correctness_reward``. Otherwise math-verify
     compares the located answer with the gold in worker processes; an answer that times out is not
     correct. Nor is a number too large to evaluate (e.g. ``9^{9^{9}}``) unless the gold has one too.
-    A numeral with a base, ``4210_7``, equals only itself.
+    A numeral with a base, ``4210_7``, equals only itself. Of a unit at the end, ``\\text{ cm}^2``,
+    either side may say nothing.
     """
 
     __name__ = "symbolic_math_reward"
@@ -69,7 +77,10 @@ class SymbolicMathReward:
             if not isinstance(gold, str) or stated_value(gold) is not None:
                 scores[row] = float(grade_math_answer(text, gold))
             elif expression := stated_expression(text):
-                gold, expression = without_overlines(gold), without_overlines(expression)
+                gold, its_unit = _split_unit(without_overlines(gold.strip()))
+                expression, unit = _split_unit(without_overlines(expression))
+                if unit and its_unit and unit != its_unit:
+                    continue
                 sides = tuple(_sides(expression, gold))
                 if _INDEXED.search(f"{expression} {gold}"):  # math-verify does not see the base
                     scores[row] = float({*map(_numeral, sides)} == {_numeral(gold) or "none"})
@@ -117,6 +128,13 @@ def _equal(worker: FunctionWorker, chain: tuple[tuple[str, ...], str]) -> float 
     return ValueError(f"cannot read the answer {gold!r}") if equal is None else float(equal)
 
 
+def _split_unit(expression: str) -> tuple[str, tuple[str | None, ...]]:
+    """Split off a known unit at the end. What else would be one to math-verify is a variable."""
+    unit = _UNIT.search(expression)
+    rest = expression[: unit.start()] if unit else expression
+    return _LETTER.sub(r" \1 ", rest), unit.groups() if unit else ()
+
+
 def _numeral(expression: str) -> str | None:
     """Return a numeral with its base, 4210_7 for 04210_{7}; None for any other expression."""
     found = _NUMERAL.fullmatch(expression.strip("$ "))
@@ -160,5 +178,5 @@ def stated_expression(text: str) -> str | None:
         return None
     if any(sign in expression for sign in ("$", "\\approx", "\\sim")):
         return None
-    words = _WORD.findall(_COMMAND.sub(" ", expression))
+    words = _WORD.findall(_COMMAND.sub(" ", _split_unit(expression)[0]))
     return expression if _FUNCTIONS.issuperset(words) else None
