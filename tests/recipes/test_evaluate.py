@@ -187,7 +187,8 @@ def test_a_config_may_have_no_evaluation(tmp_path, monkeypatch):
 
 
 def test_a_killed_evaluation_goes_on_with_the_answers_it_has(whole, tmp_path):
-    """On other ranks, too, but not with another config; the report is that of one in one go."""
+    """On other ranks, too, but not with another config or changed rewards; the report is that of
+    one in one go."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     said = evaluate(whole, "--output", str(one)).out
     assert said.endswith(f"Written to {one}\n")
@@ -196,9 +197,12 @@ def test_a_killed_evaluation_goes_on_with_the_answers_it_has(whole, tmp_path):
     assert len((tmp_path / ".two.json.before").read_text().splitlines()) == 1 + 4
     assert not two.exists()
     fails_if_asked_again = {"check": False, "SIGNAL": "evaluation 0:9"}
-    again = evaluate(whole, "seed=1", "--output", str(two), **fails_if_asked_again)
-    assert again.code == -9
-    assert evaluate(whole, "--output", str(two), **kill).code == -9
+    for config, more_code in (("seed=1", ""), ("seed=0", "# changed\n")):
+        (whole / "mine.py").write_text(MY_REWARDS + more_code)
+        again = evaluate(whole, config, "--output", str(two), **fails_if_asked_again)
+        (whole / "mine.py").write_text(MY_REWARDS)
+        assert again.code == -9
+        assert evaluate(whole, "--output", str(two), **kill).code == -9
     evaluate(whole, "--output", str(two), ranks=2, SIGNAL="evaluation 0:9")
     assert two.read_bytes() == one.read_bytes() and len([*tmp_path.iterdir()]) == 2
     refused = evaluate(whole, "--output", str(tmp_path), check=False)

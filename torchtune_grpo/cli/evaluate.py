@@ -21,7 +21,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_grpo.checkpoint.folder import all_checkpoints, checkpoint_folder, step_of
+from torchtune_grpo.checkpoint.folder import (
+    all_checkpoints,
+    checkpoint_folder,
+    sha256_of,
+    step_of,
+)
 from torchtune_grpo.cli.commands import add_run, parse, run_config
 from torchtune_grpo.config.text import check_writable, to_json, visible, write_text
 from torchtune_grpo.evaluation.answers import KeptAnswers
@@ -105,7 +110,8 @@ def evaluate(
         state = TrainerState(global_step=step, max_steps=cfg.num_steps)
         kept = None
         if output is not None:
-            about = [run.checkpoints.identity(folder), dataset.digest]
+            code = [sha256_of(Path(r.file)) for r in run.rewards.rewards if r.file]
+            about = [run.checkpoints.identity(folder), dataset.digest, code]
             kept = KeptAnswers(_kept(output, who), about)
         found[who] = evaluator(run.load_engine(folder), state=state, kept=kept)
     answered = {who: each.answered for who, each in found.items()}

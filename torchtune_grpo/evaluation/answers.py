@@ -31,8 +31,8 @@ class Answer:
 class KeptAnswers:
     """A file from which a killed evaluation goes on; every rank has to call each method.
 
-    Its first line is a digest of what answers depend on, ``about``: weights, config and rows. A
-    file about anything else is begun anew.
+    Its first line is a digest of what answers depend on, ``about``: weights, config, rows and the
+    rewards' files. A file about anything else is begun anew.
     """
 
     def __init__(self, path: Path, about: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,6 +66,12 @@ class Reward:
         method = getattr(type(self.function), "__call__", None)  # noqa: B004
         functions = (self.function, method)
         return self.workers is None and any(map(inspect.iscoroutinefunction, functions))
+
+    @property
+    def file(self) -> str | None:
+        """The file that its function or class is written in, if there is one."""
+        function = getattr(self.function, "func", self.function)
+        return getattr(sys.modules.get(function.__module__), "__file__", None)
 
     def read(self, prompt: Prompt, completion: Completion) -> tuple[object, object]:
         """Return a prompt and a completion in the reward's format."""
