@@ -380,6 +380,12 @@ def test_values_are_those_of_the_file(llama3_tokenizer, tmp_path):
     items = [(item["prompt"].text, *item["columns"].values()) for item in data]
     expected = [("NA, or\nnull", "nan", "True", 1), ("None", "3", "false", 2), ("x", "", "TRUE", 3)]
     assert items == expected
+    # Text from the first file on, which alone would give numbers
+    (tmp_path / "more.csv").write_text("prompt,answer,flag,n\ny,4,True,\n")
+    files = {"train": str(csv), "test": str(tmp_path / "more.csv")}
+    for data_files in (files, [*files.values()]):
+        data = RLDataset(llama3_tokenizer, source="csv", data_files=data_files)
+        assert [item["columns"]["n"] for item in data] == ["1", "2", "3", ""][: len(data)]
 
 
 def test_of_a_stream_only_so_many_rows_are_fetched(llama3_tokenizer, tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ _FORMATS = {
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _BOOLEANS = frozenset(("true", "True", "TRUE", "false", "False", "FALSE"))  # to pandas
+_NUMBER = re.compile(r" *[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)? *")
 _HUB_SECONDS = 3
 _SPLITS = ("train", "test", "validation")  # names for data without splits, beside any others
 
@@ -109,7 +110,8 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
         options.setdefault("keep_default_na", False)  # True would read the text "None" as null
         if ".tsv" in str(files):
             options.setdefault("sep", "\t")
-        texts = {name for paths in files.values() for name in _check_csv(paths, **options)}
+        numbers = dict[str, bool]()
+        texts = {n for paths in files.values() for n in _check_csv(paths, numbers, **options)}
         if texts:
             options["converters"] = dict.fromkeys(sorted(texts), str)
     return load_dataset(file_format, split=split, data_files=files, **options)
@@ -200,16 +202,21 @@ def _read_json(
 
 def _check_csv(
     paths: object,
+    numbers: dict[str, bool],
     *,
     sep: str = ",",
     quotechar: str = '"',
     encoding: str = "utf-8-sig",
+    keep_default_na: bool = False,
     **others: object,
 ) -> Iterator[str]:
-    """Yield the columns with booleans; refuse records of another length than the header's, which
-    pandas shifts or fills.
+    """Yield the columns with booleans, or with anything else beside numbers; refuse records of
+    another length than the header's, which pandas shifts or fills.
+
+    ``numbers`` says of each column whether it began with a number, in whichever file: from one
+    part of a table pandas may make numbers, and from the next text.
     """
-    if others.keys() - {"keep_default_na", "streaming"}:  # then it is for pandas to read them
+    if others.keys() - {"streaming"}:  # then it is for pandas to read them
         return
     for opened in fsspec.open_files(
         paths, "rt", compression="infer", encoding=encoding, newline=""
@@ -227,9 +234,11 @@ def _check_csv(
                         f"{opened.path}, line {records.line_num}: {len(record)} fields, and the "
                         f"header has {len(header)}; put texts with {sep!r} in quotes"
                     )
-                if not _BOOLEANS.isdisjoint(record):
-                    fields = zip(header, record, strict=True)
-                    yield from (name for name, value in fields if value in _BOOLEANS)
+                for name, value in zip(header, record):
+                    is_number = _NUMBER.fullmatch(value) is not None
+                    is_mixed = numbers.setdefault(name, is_number) != is_number
+                    if value in _BOOLEANS or (is_mixed and not keep_default_na):
+                        yield name
 
 
 def digest(rows: Any) -> str:
