@@ -8,6 +8,8 @@ from statistics import fmean
 import pytest
 from runs import NO_EVALUATION, RECIPE, completions, read, run, tune
 
+from torchtune_grpo.cli.commands import CONFIG_FILE
+
 REWARDS = """
 import random
 
@@ -55,6 +57,8 @@ def folder(tmp_path_factory):
     assert len(saved) == 24 and {len(row["columns"]["long"]) for row in saved} == {2000}
     with (folder / "out/completions.jsonl").open("a") as file:
         file.write(json.dumps(saved[0]) + "\n")  # a group that a kill has torn
+    with (folder / "out" / CONFIG_FILE).open("a") as file:
+        file.write("mine: 1\n")  # as a fork's recipe reads
     return folder
 
 
@@ -63,6 +67,7 @@ def test_a_runs_own_rewards_give_the_same_scores(folder):
     """Those that read token ids, the step, a column whole, and seeded random numbers, too."""
     said = score(folder).out
     assert "6 groups of 4: 75% of the run's answers are saved" in said
+    assert said.count("Left out, as keys of another recipe: mine") == 1
     saved = completions(folder / "out")[:24]
     for name, values in (
         ("total", [row["reward"] for row in saved]),

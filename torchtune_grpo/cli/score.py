@@ -15,7 +15,9 @@ from itertools import chain, combinations, groupby
 from pathlib import Path
 from statistics import fmean
 
-from torchtune_grpo.cli.commands import add_run, parse, run_config
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_grpo.cli.commands import add_run, named_config, parse, run_config
 from torchtune_grpo.config.text import aligned, to_json, write_text
 from torchtune_grpo.environments.environment import environment_rewards
 from torchtune_grpo.monitor.record import COMPLETIONS_FILE, Record, read, read_lines
@@ -35,7 +37,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file to write, with a JSON line per answer")
     args = parse(parser)
     folder = Path(args.run)
-    rows, size = read_lines(folder / COMPLETIONS_FILE), int(run_config(args).grpo_samples)
+    cfg, rows = run_config(args), read_lines(folder / COMPLETIONS_FILE)
+    size = int(cfg.grpo_samples)
     rows = rows[: len(rows) // size * size]  # a kill may have torn the last group
     if not rows:
         raise ValueError(
@@ -43,7 +46,7 @@ def main() -> None:
         )
     sampled = size * sum(len(event["prompts"]["reward"]) for event in read(folder, "step"))
     old = [{"total": row["reward"], **row["rewards"]} for row in rows]
-    new = _rescore(args, rows, size)
+    new = _rescore(args, cfg, rows, size)
     share = f"{len(rows) / sampled:.0%} of the run's answers are saved, informative groups first"
     print(f"{len(rows) // size} groups of {size}: {share}.", *_table(old, new, size), sep="\n")
     if args.output is not None:
@@ -52,12 +55,15 @@ def main() -> None:
         write_text(args.output, "".join(lines))
 
 
-def _rescore(args: argparse.Namespace, saved: Sequence[Record], size: int) -> list[Scores]:
+def _rescore(
+    args: argparse.Namespace, cfg: DictConfig, saved: Sequence[Record], size: int
+) -> list[Scores]:
     """Return the new scores of all completions, from one call of the rewards for each step."""
     kept = [text for text in args.overrides if not text.lstrip("~").startswith(_OF_REWARDS)]
     # The run's own rewards decide which rows were left out, and so what number a prompt has.
-    data = Run(run_config(argparse.Namespace(run=args.run, overrides=kept)))
-    run, found = Run(run_config(args)), list[Scores]()
+    own = named_config(argparse.Namespace(run=args.run, overrides=kept))
+    data = Run(OmegaConf.masked_copy(own, [*cfg, *_OF_REWARDS]))
+    run, found = Run(cfg), list[Scores]()
     prefill, encode = data.dataset.prefill, data.tokenizer.encode
     for step, of_step in groupby(saved, key=lambda row: row["step"]):
         rows = [*of_step]
