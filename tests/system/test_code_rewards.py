@@ -284,6 +284,7 @@ def test_hostile_and_honest_ones_at_once():
         ("```def f(): 1```\ndef f(): 2", "S\n\ndef f(): 2\n"),
         ("~~~python\ndef f(): 1\n```\n~~~", "S\n\ndef f(): 1\n```\n\n"),
         ("```\nf: F = lambda x: 1\n```", "S\n\nf: F = lambda x: 1\n\n"),
+        ("```\ndef f(): 1\n```\n```\nimport pytest\ndef test(): f()\n```", "S\n\ndef f(): 1\n\n"),
         ("```\nf == 1\n```", "S```\nf == 1\n```\n"),
         ("```\nA = 1\n```\n```\ndef f(): g()\n```\n```\nx = f()\n```\n```\ndef g(): 1\n```",
          "S\n\nA = 1\n\n\ndef f(): g()\n\n\ndef g(): 1\n\n"),

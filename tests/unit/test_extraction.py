@@ -70,6 +70,7 @@ SHAPES = {
     "quotes in a docstring": "```\ndef add(a, b):\n    '''It's \"easy\".'''\n    return a + b\n```",
     "imports apart": "```python\nfrom functools import cache\n```\nand\n```python\n@cache\n"
     "def add(a, b):\n    return a + b\n```",
+    "tests of a module": f"{FENCED}\n```py\nfrom my import add\n\ndef test():\n    add(1, 1)\n```",
     "heading and bold": f"### Solution\n\n**Code:**\n\n{FENCED}\n\n### Notes\n- fast",
 }
 NOTHING = {
@@ -109,13 +110,15 @@ def test_there_is_no_program(shape):
         "```python\nprint(int(input()) + 1)\n```",
         "First:\n```\nprint(0)\n```\nBetter:\n```python\nprint(int(input()) + 1)\n```\nDone.",
         "```python\nprint(int(input()) + 1)\n```\nSample output:\n```\n7\n```",
+        "```python\nprint(int(input()) + 1)\n```\nOr:\n```python\nprint(solve(6))  # input\n```",
+        "```\nprint(int(input()) + 1)\n```\nSample output:\n```\n7\n```",
         "<think>```\nprint(0)\n```</think><answer>```py\nprint(int(input()) + 1)\n```</answer>",
         "<answer>print(int(input()) + 1)</answer>",
         "print(int(input()) + 1)<|im_end|>",
         "Here you are.\n\nimport sys\nprint(int(input()) + 1)\n\nThis reads a number.",
     ],
 )
-def test_a_program_that_reads_its_input_is_the_last_block_of_python(text, capsys, monkeypatch):
+def test_a_program_is_the_last_block_of_python_that_reads_input(text, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda: "6")
     exec(extract_program(text, setup="", entry_point=None), {})
     assert capsys.readouterr().out == "7\n"

@@ -21,6 +21,7 @@ _STRING = re.compile(r"""\"\"\"|'''|"(?:\\.|[^"\\])*+"?|'(?:\\.|[^'\\])*+'?|#"""
 _MAX_SEARCHES = 10  # searches per text that end behind the fence which they find
 # A line at the left margin of a block that only defines things.
 _DEFINING = re.compile(r"(?:async |def |class |import |from |@|#|[)\]}]|[A-Za-z_]\w* = [^(]*$)")
+_READS_INPUT = re.compile(r"\binput\(|\bstdin\b|\bopen\(0\b")
 _FUTURE = re.compile(r"^from __future__ import [^\n(]*\n?", re.MULTILINE)
 _STARTS = re.compile(r"^(?:async |def |class |import |from \w[\w.]* import |@\w)", re.MULTILINE)
 _KEYWORDS = (
@@ -144,20 +145,24 @@ def extract_program(text: str, *, setup: str, entry_point: str | None) -> str:
     precedence over one that names nothing, and an answer block over the text around it. Without
     such a block, the code after the thinking is the program or, if it does not define the function,
     the text there continues ``setup``, as a base model writes it. Without ``entry_point``, the last
-    block is the program. It need not be valid code.
+    block that reads input is the program, or else the last one. It need not be valid code.
     """
     tail = _behind_thinking(text)
     if "```" not in tail and "~~~" not in tail:
         tail = _BRACKETS.sub("\n```\n", tail)
     answer = tail.rpartition("<answer>")[2].partition("</answer>")[0]
     defines = definition_of(entry_point).search if entry_point else bool
+    name = re.escape((entry_point or "").partition("(")[0])
+    uses = re.compile(rf"^(?:import pytest\b|from \S+ import .*\b{name}\b)", re.MULTILINE).search
 
     def is_helper(code: str) -> bool:
-        return bool(entry_point) and not defines(code) and _only_defines(code)
+        return bool(entry_point) and not (defines(code) or uses(code)) and _only_defines(code)
 
     for part in dict.fromkeys([answer, tail]):
         blocks = _blocks(part)
         found = [block for block in blocks if defines(block.code)]
+        if not entry_point:
+            found = [block for block in found if _READS_INPUT.search(block.code)] or found
         if found:
             last = ([block for block in found if block.named] or found)[-1]
             kept = [block.code for block in blocks if block is last or is_helper(block.code)]
