@@ -8,7 +8,7 @@ import pytest
 from processes import children
 
 from torchtune_grpo.data import reasoning_gym_dataset
-from torchtune_grpo.rewards import ReasoningGymReward, RewardSet
+from torchtune_grpo.rewards import RewardSet
 
 pytest.importorskip("reasoning_gym")
 REWARD = {"_component_": "torchtune_grpo.rewards.ReasoningGymReward", "timeout": 2.0, "workers": 1}
@@ -96,7 +96,15 @@ def test_scores_in_part_are_given_when_asked_for(llama3_tokenizer):
     with scorer(partial=True) as scores:
         right, longer = scores(item, gold, f"1{gold}")
     assert right == 1.0 and longer == pytest.approx(len(gold) / (len(gold) + 1))
-    assert ReasoningGymReward().decides and not ReasoningGymReward(partial=True).decides
+
+
+@pytest.mark.parametrize("name", ["ReasoningGymReward", "ProgramReward"])
+def test_isolation_does_not_change_what_decides(name):
+    """These run in processes of their own, with or without it."""
+    for more in ({}, {"isolation": "process", "timeout": 3.0, "workers": 1}):
+        for is_partial in (False, True):
+            node = {"_component_": f"torchtune_grpo.rewards.{name}", "partial": is_partial, **more}
+            assert RewardSet.from_config([node]).decider.is_known is not is_partial
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ class CodeReward:
     __name__ = "code_reward"
     reads = "text"
     decides = True
+    isolates = True  # in processes of its own
     tests_column = "test"
     read_test: Callable[..., Exam] = staticmethod(code_tests.unit_test)
     partial = False  # score the share of cases that pass
@@ -222,6 +223,7 @@ class ProgramReward(CodeReward):
     """
 
     __name__ = "program_reward"
+    isolates = True
     tests_column = "tests"
     read_test = staticmethod(code_tests.output_test)
 

@@ -17,6 +17,7 @@ class ReasoningGymReward:
 
     __name__ = "reasoning_gym_reward"
     reads = "text"
+    isolates = True  # in processes of its own
 
     def __init__(self, *, partial: bool = False, timeout: float = 5.0, workers: int = 2) -> None:
         self._pool = function_pool(task_scorer, timeout=timeout, workers=workers)

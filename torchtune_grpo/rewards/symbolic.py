@@ -61,6 +61,7 @@ class SymbolicMathReward:
     __name__ = "symbolic_math_reward"
     reads = "text"
     decides = True
+    isolates = True  # in processes of its own
 
     def __init__(self, *, timeout: float = 2.0, workers: int = 2) -> None:
         if importlib.util.find_spec("math_verify") is None:
