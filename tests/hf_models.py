@@ -1,10 +1,16 @@
 """Folders of two-layer models with random weights, as transformers writes them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from policies import start_magnitudes
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from torchtune_grpo.models import HFCheckpointer, hf_model
+from torchtune_grpo.models.kinds import kind_of
+from torchtune_grpo.models.layers import standardize
 
 VOCAB = 300
 SHAPE: dict[str, Any] = dict(
@@ -183,3 +189,13 @@ def hf_folder(name: str, folder: Path, *, max_shard_size: str = "5GB", **changes
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def load(folder: Path, build: Callable[..., Any] = hf_model, **arguments: Any) -> Any:
+    """Make a folder's model as a trainer has it, with adapters as they start."""
+    model = build(str(folder), **arguments)
+    standardize(model)
+    weights = kind_of(model).read(HFCheckpointer(str(folder), ""), {})
+    model.load_state_dict(weights, strict=build is hf_model)
+    start_magnitudes(model)
+    return model.eval()

@@ -80,14 +80,19 @@ def randomize(model: TransformerDecoder) -> TransformerDecoder:
     return model
 
 
+def start_magnitudes(model: torch.nn.Module) -> None:
+    """Give DoRA's magnitudes the values that they start with."""
+    for module in model.modules():
+        if hasattr(module, "initialize_dora_magnitude"):
+            module.initialize_dora_magnitude()
+
+
 def build_policy(kind: str = "llama", dtype: torch.dtype = torch.float32) -> TransformerDecoder:
     """Build a random policy of ``BUILDERS``, as the recipe prepares it."""
     torch.manual_seed(0)
     with set_default_dtype(dtype):
         model = BUILDERS[kind]()
-    for module in model.modules():
-        if hasattr(module, "initialize_dora_magnitude"):
-            module.initialize_dora_magnitude()
+    start_magnitudes(model)
     randomize(model)
     standardize(model)
     attend_in_segments(model)

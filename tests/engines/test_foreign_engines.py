@@ -1,6 +1,6 @@
 """A foreign engine samples from the trainer's policy, whatever has changed in it: vLLM, for now.
 
-The tests know only the protocol of engines; another one is one more entry in ``ENGINES``.
+Most tests know only the protocol of engines, some are of vLLM in this process and on a server.
 """
 
 import math
@@ -8,27 +8,16 @@ import os
 import sys
 from dataclasses import replace
 
+import hf_models
 import pytest
+import rollouts
 import torch
-from engine_checks import (
-    CPU,
-    KNOWN,
-    LORA,
-    PROMPTS,
-    TALKS,
-    WIDE,
-    assert_plays,
-    change,
-    conversation,
-    gap,
-    load,
-    request,
-    rows,
-)
 from hf_models import MODELS, hf_folder
-from policies import full_logprobs
-from scripted_turns import LATE, Scripted, limited_reply, with_turns
+from policies import LORA, full_logprobs
+from rollouts import LATE, Scripted, limited_reply, with_turns
+from rollouts import responses as rows
 from transformers import CONFIG_MAPPING
+from vllm_serve import serving
 
 from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.machine import interrupt
@@ -38,9 +27,17 @@ from torchtune_grpo.rollout.request import EngineContext
 
 pytest.importorskip("vllm")
 
-from torchtune_grpo.rollout.vllm import VLLMEngine  # noqa: E402
+from torchtune_grpo.rollout.vllm import VLLMEngine, VLLMServer  # noqa: E402
+from torchtune_grpo.rollout.vllm.server import Server  # noqa: E402
 
-ENGINES = {"vllm": VLLMEngine}
+CPU = torch.device("cpu")
+KNOWN = 290  # ids that are sampled, of the models' 300
+BOS = 1  # config.json's; a prompt has as many as it is given
+PROMPTS = [[5, 6, 7, 8, 9] * 14, [5, 6, 7, 8, 9] * 13 + [1], [BOS, 12]]  # two begin alike
+# Heads of this size are among those that vLLM computes on a CPU. The ends in config.json do not
+# end a response; those of the request do.
+WIDE = dict(hidden_size=128, head_dim=32, bos_token_id=BOS, eos_token_id=[*range(100, 200)])
+LONGEST = 400  # of the server
 OTHERS = {  # of those that transformers has in the version that vLLM takes
     kind: name
     for name, (kind, _) in MODELS.items()
@@ -48,24 +45,128 @@ OTHERS = {  # of those that transformers has in the version that vLLM takes
 }
 
 
+# --- Models, requests and checks ----------------------------------------------------------------
+
+
+def load(folder, *, dtype=torch.float32, **settings):
+    """The model of a folder as a trainer has it."""
+    with torch.random.fork_rng():
+        model = hf_models.load(folder, **settings)
+    for name, parameter in model.named_parameters():
+        if "lora" not in name and "magnitude" not in name:  # these stay float32
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def request(prompts=PROMPTS, **options):
+    options = {"group_size": 4, "stops": (), "max_generated_tokens": 10, **options}
+    return replace(rollouts.request(prompts, **options), vocab_size=KNOWN)
+
+
+@torch.no_grad()
+def gap(model, asked, samples) -> float:
+    """The largest difference to the log-probs of all rows' tokens by the trainer's full forward."""
+    largest = 0.0
+    for n, length in enumerate(samples.lengths.tolist()):
+        prompt = asked.prompts[n // asked.group_size]
+        row = torch.tensor([*prompt, *samples.responses[n, :length].tolist()])
+        logits = model(row[None])[0, len(prompt) - 1 : -1, :KNOWN].double()
+        log_p = (logits / (asked.params.temperature or 1.0)).log_softmax(dim=-1)
+        own = log_p.gather(1, row[len(prompt) :, None])[:, 0]
+        difference = (own - samples.sampler_logprobs[n, :length].double()).abs()
+        sampled = samples.sampled[n, :length]
+        assert length and (asked.turns or sampled.all()) and not samples.sampled[n, length:].any()
+        largest = max(largest, difference[sampled].max().item())
+    return largest
+
+
+@torch.no_grad()
+def change(parameter) -> None:
+    generator = torch.Generator().manual_seed(parameter.numel())
+    noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    parameter.add_(noise * (0.5 * parameter.float().std() if parameter.dim() > 1 else 0.3))
+
+
+def spell(tokens) -> str:
+    return "".join(f"<{token}>" for token in tokens)
+
+
+TALKS = {  # what a turn ends with, by how it is told
+    "tokens": (dict(stops=tuple(range(2, 60))), lambda turn: turn[-1:] and 2 <= turn[-1] < 60),
+    "strings": (
+        dict(stop_strings=("7>", "1><2"), decode=spell),  # the second spans two tokens
+        lambda turn: "7>" in spell(turn) or "1><2" in spell(turn),
+    ),
+}
+
+
+def conversation(kind, **options):
+    options = {"max_generated_tokens": 14, **TALKS[kind][0], **options}
+    return replace(request(**options), row_limit=30)
+
+
+def assert_plays(model, asked, samples, turns, *, ends) -> None:
+    """All that is returned follows from the tokens that were sampled."""
+    limits = turns.limits
+    assert gap(model, asked, samples) < 1e-4
+    for n, row in enumerate(rows(samples)):
+        mask, begin, reply = [True] * len(row), 0, None
+        for turn, (_, response, sampled) in enumerate(a for a in turns.asked if a[0] == n):
+            assert row[: len(response)] == response and sampled == sum(mask[: len(response)])
+            assert ends(response[begin:]) and not ends(response[begin:-1])
+            reply = limited_reply(n, response, turn, sampled, limits)
+            begin = len(response) + len(reply)
+            assert row[len(response) : begin] == reply
+            mask[len(response) : begin] = [False] * len(reply)
+        assert samples.sampled[n, : len(row)].tolist() == mask
+        assert samples.truncated[n] == (reply != [])
+        if samples.truncated[n]:
+            assert not ends(row[begin:]) and (sum(mask) == limits[0] or len(row) == limits[1])
+        else:
+            assert len(row) == begin
+    assert not samples.sampler_logprobs[~samples.sampled].any()
+    assert not samples.behaviour_logprobs[~samples.sampled].any()
+
+
+# --- vLLM in this process, and some with a server ------------------------------------------------
+
+
 def checksum(model) -> list[float]:
     return [p.double().sum().item() + p.double().square().sum().item() for p in model.parameters()]
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), LONGEST) as server:
+        yield server
+
+
+@pytest.fixture
 def start(request):
-    """Makes an engine for a model, and ends it after the test."""
-    started = []
+    """Makes an engine for a model, and ends it after the test: vLLM, or also one with a server."""
+    started, with_server = [], getattr(request, "param", "vllm") == "server"
 
     def make(model, folder, *, max_rows=None, deadline=None, **arguments):
         settings = RolloutConfig(max_rows=max_rows, deadline=deadline)
         context = EngineContext(model, settings, CPU, model_dir=str(folder))
-        started.append(ENGINES[request.param](context, **arguments))
+        if with_server:
+            server = request.getfixturevalue("server")
+            places = {"url": server.url, "shared": str(server.shared), "max_model_len": LONGEST}
+            return VLLMServer(context, **places | arguments)
+        started.append(VLLMEngine(context, **arguments))
         return started[-1]
 
     yield make
     for engine in started:
         engine.close()
+
+
+BOTH = pytest.mark.parametrize("start", ["vllm", "server"], indirect=True)
+WITH_A_SERVER = pytest.mark.parametrize("start", ["server"], indirect=True)
+
+
+def native(model, folder) -> NativeEngine:
+    return NativeEngine(EngineContext(model, RolloutConfig(), CPU, model_dir=str(folder)))
 
 
 @pytest.mark.slow
@@ -185,6 +286,7 @@ def first_of(samples, count):
 
 
 @pytest.mark.slow
+@BOTH
 def test_ends_noise_and_order(llama, start, monkeypatch):
     model, folder = llama
     engine = start(model, folder, max_rows=5)  # fewer than the 12 rows
@@ -208,11 +310,10 @@ def test_ends_noise_and_order(llama, start, monkeypatch):
     assert gap(model, asked, ended) < 1e-4
 
     spelled = rows(whole)[1][2:4]
-    decode = lambda tokens: "".join(f"<{token}>" for token in tokens)  # noqa: E731
-    string = decode(spelled)[1:-1]  # begins and ends within a token
-    ended = engine.generate(request(stop_strings=(string,), decode=decode))
+    string = spell(spelled)[1:-1]  # begins and ends within a token
+    ended = engine.generate(request(stop_strings=(string,), decode=spell))
     assert len(rows(ended)[1]) <= 4 and not ended.truncated[1]
-    assert string in decode(rows(ended)[1]) and string not in decode(rows(ended)[1][:-1])
+    assert string in spell(rows(ended)[1]) and string not in spell(rows(ended)[1][:-1])
 
     greedy = request(temperature=0.0)
     samples = engine.generate(greedy)
@@ -223,16 +324,21 @@ def test_ends_noise_and_order(llama, start, monkeypatch):
     monkeypatch.setattr(interrupt, "is_interrupted", lambda: len(told) > 1)
     monkeypatch.setattr("torchtune_grpo.rollout.vllm.rows.REPORT_SECONDS", 0.0)
     cut = engine.generate(replace(asked, report=told.append))
-    assert len(told) == 2 and told[-1].rows == 12 and told[-1].live == 5
-    assert sorted(cut.lengths.tolist()) == [0] * 7 + [2] * 5 and cut.truncated.all()
+    assert len(told) == 2 and told[-1].rows == 12 and cut.truncated.all()
+    assert all(row == full[: len(row)] for row, full in zip(rows(cut), rows(whole), strict=True))
+    if isinstance(engine, VLLMServer):  # of whose tokens some may be under way
+        assert sum(cut.lengths.tolist()) < 120
+    else:
+        assert told[-1].live == 5 and sorted(cut.lengths.tolist()) == [0] * 7 + [2] * 5
     monkeypatch.undo()
     assert rows(engine.generate(asked)) == rows(whole)  # nothing of the cut one is left
 
 
 @pytest.mark.slow
+@BOTH
 @pytest.mark.parametrize("kind", TALKS)
 def test_conversations_are_the_same_whenever_replies_come(kind, llama, start):
-    """With many rows at once the bits, too, and with three the tokens."""
+    """With many rows at once the bits, too, and with three the tokens; of a server the tokens."""
     model, found = llama[0], []
     for few in (None, 3):
         engine = start(*llama, max_rows=few)
@@ -242,19 +348,19 @@ def test_conversations_are_the_same_whenever_replies_come(kind, llama, start):
             found.append(engine.generate(asked))
             assert rows(found[-1]) == rows(found[0])
             alike = found[0] if few is None else found[len(LATE)]
-            assert torch.equal(found[-1].sampler_logprobs, alike.sampler_logprobs)
+            is_same = torch.equal(found[-1].sampler_logprobs, alike.sampler_logprobs)
+            assert is_same or isinstance(engine, VLLMServer)
+            assert_plays(model, asked, found[-1], turns, ends=TALKS[kind][1])
         assert turns.waits
-        assert_plays(model, asked, found[-1], turns, ends=TALKS[kind][1])
     counts = [sum(asked[0] == row for asked in turns.asked) for row in range(12)]
     assert max(counts) > 2 and found[0].truncated.any() and not found[0].truncated.all()
 
 
 @pytest.mark.slow
+@BOTH
 def test_greedy_conversations_are_the_native_engines(llama, start):
-    model, folder = llama
-    native = NativeEngine(EngineContext(model, RolloutConfig(), CPU, model_dir=str(folder)))
     played = []
-    for engine in (native, start(model, folder)):
+    for engine in (native(*llama), start(*llama)):
         turns = Scripted()
         asked = conversation("tokens", temperature=0.0, stops=tuple(range(200)))
         samples = engine.generate(with_turns(asked, turns))
@@ -372,3 +478,90 @@ def test_the_process_is_left_as_it_was(llama, start):
     engine.close()
     assert not torch.distributed.is_initialized() and functions() == before[4]
     assert full_logprobs(llama[0], torch.tensor([1, 2, 3]), 1.0).isfinite().all()
+
+
+# --- A server, and what may happen to it --------------------------------------------------------
+
+
+@pytest.mark.slow
+@WITH_A_SERVER
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_each_step_is_sampled_with_as_by_the_native_engine(kind, start, tmp_path):
+    folder = hf_folder("llama3", tmp_path / "model", **WIDE)
+    model = load(folder) if kind == "full" else load(folder, build=lora_hf_model, **LORA)
+    engine, first = start(model, folder), None
+    trained = [p for name, p in model.named_parameters() if kind == "full" or "lora_b" in name]
+    for _ in range(3):  # the same prompts each time, so that stale keys would show
+        asked = request()
+        samples = engine.generate(asked)
+        assert gap(model, asked, samples) < 1e-4
+        asked = request(temperature=0.0)
+        greedy = engine.generate(asked)
+        assert gap(model, asked, greedy) < 1e-4
+        assert rows(greedy) == rows(native(model, folder).generate(asked))
+        assert rows(samples) != first
+        first = rows(samples)
+        for parameter in trained:
+            if kind == "full":
+                change(parameter)
+            else:
+                parameter.data += torch.randn(parameter.shape) * 0.1
+
+
+@pytest.mark.slow
+@WITH_A_SERVER
+def test_a_server_that_has_old_weights_in_the_middle_of_a_rollout_gets_the_new_ones(
+    server, start, tmp_path, monkeypatch
+):
+    """It is then as after a start with the first folder, only that no connection broke."""
+    folder = hf_folder("llama3", tmp_path / "model", **WIDE)
+    model, old = load(folder), tmp_path / "old"
+    engine, asked = start(model, folder), request(max_generated_tokens=150)
+    engine.generate(asked)
+    (server.shared / "policy").resolve().rename(old)
+    for parameter in model.parameters():
+        change(parameter)
+    whole = engine.generate(asked)
+    assert gap(model, asked, whole) < 1e-4
+
+    seen = []
+
+    def forget(progress):
+        seen.append(progress.tokens)
+        if len(seen) == 13:
+            server.ask("/pause?mode=keep")
+            reload = {"weights_path": str(old)}
+            server.ask("/collective_rpc", method="reload_weights", kwargs=reload)
+            server.ask("/update_weight_version", new_version="default")
+            server.ask("/resume")
+
+    monkeypatch.setattr("torchtune_grpo.rollout.vllm.rows.REPORT_SECONDS", 0.0)
+    samples = engine.generate(replace(asked, report=forget))
+    assert seen != sorted(seen)  # what was lost has begun anew
+    assert rows(samples) == rows(whole)
+    assert gap(model, asked, samples) < 1e-4
+
+
+@pytest.mark.slow
+@WITH_A_SERVER
+def test_requests_that_are_lost_again_and_again_end_the_run(llama, start, monkeypatch):
+    engine = start(*llama)
+    engine.generate(request(group_size=1))
+    monkeypatch.setattr(Server, "bring", lambda self, folder: None)  # another run undoes it
+    with pytest.raises(ValueError, match="requests are lost again and again: .*other weights"):
+        engine.generate(request(group_size=1))
+
+
+@pytest.mark.slow
+@WITH_A_SERVER
+def test_what_the_server_lacks_is_one_line(server, llama, start, tmp_path):
+    command = f"VLLM_SERVER_DEV_MODE=1 vllm serve {server.shared}/policy --tokens-only"
+    start(*llama).generate(request(group_size=1))
+    with pytest.raises(ValueError, match=f"has max_model_len=400, .* needs 300: {command}"):
+        start(*llama, max_model_len=300).generate(request())
+    half = load(llama[1], dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="has dtype=float32, and the run needs bfloat16"):
+        start(half, llama[1]).generate(request())
+    nowhere = {"url": "http://127.0.0.1:9", "patience": 1.0}
+    with pytest.raises(ValueError, match=f":9: has not answered for 1 s .*: {command}"):
+        start(*llama, **nowhere).generate(request())

@@ -12,17 +12,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hf_models import BY_TRANSFORMERS, MODELS, SHAPE
+from hf_models import BY_TRANSFORMERS, MODELS, SHAPE, load
+from rollouts import sample
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
-from torchtune_grpo.models import HFCheckpointer, hf_model
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.models.kinds import kind_of
 from torchtune_grpo.rollout.engine import make_engine
-from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
-from torchtune_grpo.rollout.sampling import row_keys
+from torchtune_grpo.rollout.request import EngineContext
 
 # Values that make a model small, and the keys that get them where a config has them
 SIZES = {
@@ -180,20 +179,12 @@ def outcome(kind):
 
 
 def trained(folder):
-    model = hf_model(folder)
+    model = load(folder)
     kind = kind_of(model)
-    model.load_state_dict(kind.read(HFCheckpointer(folder, ""), {}))
     kind.check_loaded()
-    engine = make_engine(EngineContext(model.eval(), RolloutConfig(), torch.device("cpu")))
+    engine = make_engine(EngineContext(model, RolloutConfig(), torch.device("cpu")))
     prompts = [[*range(5, 16)], [5, 6], [7, 1, 9]]
-    request = RolloutRequest(
-        prompts=prompts,
-        group_size=2,
-        params=SamplingParams(max_generated_tokens=8),
-        stop_tokens=(),
-        keys=row_keys(seed=0, step=0, prompt_indices=range(3), group_size=2),
-    )
-    samples, gap = engine.generate(request), 0.0
+    samples, gap = sample(engine, prompts, stops=(), max_generated_tokens=8), 0.0
     for number, response in enumerate(samples.responses):
         row = torch.tensor([[*prompts[number // 2], *response.tolist()]])
         own = model(row)[0, -9:-1].log_softmax(dim=-1).gather(1, response[:, None])[:, 0]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from checkpoints import TINY, llama_checkpoint, qwen_checkpoint, saving_config
 from decode_attention import decode_attention  # noqa: F401
-from hf_models import MODELS, VOCAB, hf_folder
+from hf_models import MODELS, VOCAB, hf_folder, load
 from peft import PeftModel
-from policies import LORA, response_rows
+from policies import LORA, response_rows, start_magnitudes
 from rollouts import request
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -51,20 +51,6 @@ def weights_of(folder):
 def change_weights(folder, change):
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
-
-
-def load(folder, build=hf_model, **arguments):
-    """A model with the folder's weights; adapters keep their start."""
-    model = build(str(folder), **arguments)
-    model.load_state_dict(weights_of(folder), strict=build is hf_model)
-    start_magnitudes(model)
-    return model.eval()
-
-
-def start_magnitudes(model):
-    for module in model.modules():
-        if hasattr(module, "initialize_dora_magnitude"):
-            module.initialize_dora_magnitude()
 
 
 @pytest.mark.parametrize("name", MODELS)

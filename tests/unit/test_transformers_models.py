@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import hf_models
 import pytest
 import rollouts
 import torch
@@ -11,8 +12,7 @@ from checkpoints import saving_config
 from hf_models import BY_TRANSFORMERS, MODELS, SHAPE, VOCAB, hf_folder
 from peft import PeftModel
 from policies import build_policy, response_rows
-from rollouts import assert_same_samples, plain, text_of
-from scripted_turns import STOPS, Scripted, with_turns
+from rollouts import STOPS, Scripted, assert_same_samples, plain, text_of, with_turns
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -21,8 +21,6 @@ from torchtune_grpo.checkpoint.checkpoints import Checkpoints
 from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.models import hf_model, lora_hf_model, transformers_model
 from torchtune_grpo.models.auto import TransformersModel
-from torchtune_grpo.models.layers import standardize
-from torchtune_grpo.models.weights import HFCheckpointer
 from torchtune_grpo.rollout.engine import make_engine
 from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.rollout.transformers import TransformersEngine
@@ -37,14 +35,8 @@ ENDS = dict(eos_token_id=[*range(100, 200)])  # of config.json, which end no res
 def load(folder, build=hf_model, **arguments):
     """A model with the folder's weights, and adapters that are not 0, as a trainer has it."""
     torch.manual_seed(0)
-    model = build(str(folder), **arguments)
-    standardize(model)
-    checkpointer = HFCheckpointer(str(folder), "")
-    model.load_state_dict(model.kind.read(checkpointer, {}), strict=build is hf_model)
+    model = hf_models.load(folder, build, **arguments)
     generator = torch.Generator().manual_seed(5)
-    for module in model.modules():
-        if hasattr(module, "initialize_dora_magnitude"):
-            module.initialize_dora_magnitude()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora" in name:
@@ -54,7 +46,7 @@ def load(folder, build=hf_model, **arguments):
     if adapters := get_adapter_params(model):
         set_trainable_params(model, adapters)
     model.kind.check_loaded()
-    return model.eval()
+    return model
 
 
 def engine_of(model, **settings):

@@ -14,6 +14,9 @@ import torch
 from decode_attention import decode_attention  # noqa: F401
 from policies import build_policy
 from rollouts import (
+    LATE,
+    STOPS,
+    Scripted,
     assert_same_samples,
     context,
     native,
@@ -22,8 +25,8 @@ from rollouts import (
     request,
     responses,
     text_of,
+    with_turns,
 )
-from scripted_turns import LATE, STOPS, Scripted, with_turns
 from test_rollout import HostRecorder
 
 from torchtune_grpo.rollout import batch, paused
@@ -86,16 +89,9 @@ def test_conversations_equal_a_plain_loop(name, monkeypatch):
     assert recorder.recorded
 
 
-@pytest.mark.parametrize("rows", [1, 2, None])
-@pytest.mark.parametrize("late", LATE)
-def test_when_replies_come_changes_nothing(late, rows):
-    turns = assert_plays(native(case("plain")[0], max_rows=rows), "plain", LATE[late])
-    assert turns.waits or late in ("at_once", "last_first")
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, None])
 def test_what_is_computed_side_by_side_depends_on_tokens_alone(rows, monkeypatch):
-    """Not on when replies come, unless that is asked for."""
+    """Not on when replies come, unless that is asked for; the samples never do."""
     done: list[list[int]] = []
     decode, feed = batch.GroupRollout.decode, batch.GroupRollout._sample_after_replies
 
@@ -112,7 +108,8 @@ def test_what_is_computed_side_by_side_depends_on_tokens_alone(rows, monkeypatch
     def batches(late: str, reply_steps: int | None) -> list[list[int]]:
         done.clear()
         engine = native(case("plain")[0], max_rows=rows, reply_steps=reply_steps)
-        assert_plays(engine, "plain", LATE[late])
+        turns = assert_plays(engine, "plain", LATE[late])
+        assert turns.waits or late in ("at_once", "last_first")
         return list(done)
 
     for reply_steps in (1, 6, 16):

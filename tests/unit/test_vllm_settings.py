@@ -5,6 +5,7 @@ import os
 import random
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType
 from unittest.mock import Mock
 
@@ -13,14 +14,15 @@ import pytest
 import torch
 from hf_models import hf_folder
 from policies import build_policy
+from rollouts import request
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
-from torchtune_grpo.config.keys import RolloutConfig, SamplingParams
+from torchtune_grpo.config.keys import RolloutConfig
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.models import hf_model
 from torchtune_grpo.rollout.engine import check_engine
-from torchtune_grpo.rollout.request import EngineContext, RolloutRequest
+from torchtune_grpo.rollout.request import EngineContext
 from torchtune_grpo.rollout.vllm import VLLMEngine, process, settings
 from torchtune_grpo.rollout.vllm.engine import BLOCK, cache_bytes
 from torchtune_grpo.rollout.vllm.guard import Guard
@@ -112,10 +114,8 @@ def test_keys_and_values_fill_the_room_at_most_and_hold_one_row():
     [("fp32", "max", 0.009, 0.011), ("bf16", "mean", 0.09, float("nan"))],
 )
 def test_a_step_whose_logprobs_differ_ends_the_run(dtype, name, fits, fails, tmp_path):
-    folder = str(hf_folder("llama3", tmp_path / "model"))
-    model = hf_model(folder).to(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    context = EngineContext(model, RolloutConfig(), torch.device("cpu"), model_dir=folder)
-    engine, key = VLLMEngine(context), f"sampling/sampling_logp_difference/{name}"
+    engine = engine_for(tmp_path, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    key = f"sampling/sampling_logp_difference/{name}"
     engine.check_step({})  # nothing was trained on
     engine.check_step({key: fits})
     with pytest.raises(ValueError, match="samples from another policy"):
@@ -182,20 +182,13 @@ def test_the_deadline_of_a_rollout_begins_after_vllms_start(tmp_path, monkeypatc
     assert rollout.arguments["reply_steps"] is None  # time decides, anyway
 
 
-def engine_for(tmp_path, **settings):
+def engine_for(tmp_path, dtype=torch.float32, **settings):
     folder = str(hf_folder("llama3", tmp_path / "model"))
     context = RolloutConfig(**settings), torch.device("cpu")
-    return VLLMEngine(EngineContext(hf_model(folder), *context, model_dir=folder))
+    return VLLMEngine(EngineContext(hf_model(folder).to(dtype), *context, model_dir=folder))
 
 
-ONE_ROW = RolloutRequest(
-    prompts=[[1]],
-    group_size=1,
-    params=SamplingParams(temperature=1.0, max_generated_tokens=2),
-    stop_tokens=[2],
-    keys=torch.tensor([1]),
-    vocab_size=48,
-)
+ONE_ROW = replace(request([[1]], group_size=1, stops=[2], max_generated_tokens=2), vocab_size=48)
 
 
 class SleepingLLM:
@@ -264,10 +257,7 @@ def compare(model, *, vocab, temperature=1.0, change=lambda samples: None):
     sampled[:, 2:5] = False  # a reply
     samples = Samples(responses, lengths, lengths < 0, sampled, logprobs, logprobs)
     change(samples)
-    params = SamplingParams(temperature=temperature, max_generated_tokens=80)
-    asked = RolloutRequest(
-        prompts=prompts, group_size=2, params=params, stop_tokens=[], keys=torch.arange(16)
-    )
+    asked = request(prompts, stops=(), temperature=temperature, max_generated_tokens=80)
     with torch.no_grad():
         guard.compare(asked, samples, vocab=vocab)
     return guard
