@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,12 @@ from torchtune_grpo.rollout import Capabilities, RolloutEngine, sample_groups
 from torchtune_grpo.trajectory import Samples, Trajectory, length_mask
 
 END = "<end>"  # in a script, the token that ends a turn
+
+
+def call(tool: str, **arguments: Any) -> str:
+    """A call of a tool, as Qwen writes it."""
+    written = json.dumps({"name": tool, "arguments": arguments})
+    return f"<tool_call>\n{written}\n</tool_call>"
 
 
 class ScriptedEngine(RolloutEngine):

@@ -125,16 +125,6 @@ class Drawn:
         return f"{random.randrange(10**9)}", random.random() + hash(text) % 7, False
 
 
-class Seeded:
-    """Takes a seed, as gymnasium's do."""
-
-    def reset(self, *, seed=None, options=None):
-        return f" {seed}", {}
-
-    def step(self, action):
-        return "", 0.0, True, False, {}
-
-
 class Bad:
     """Fails, as its row says, at some moment; `hang` needs a time limit."""
 

@@ -120,7 +120,7 @@ class GuessTuple(Guess):
 class GuessGym(Guess):
     def reset(self, *, seed=None, options=None):
         self.secret = 7
-        return " Go.", {}
+        return f" {seed}", {}
 
     def step(self, action):
         seen, reward, done = self.play(action)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import on_two_ranks
+from processes import on_two_ranks
 from runs import NO_EVALUATION, RECIPE, metrics, run, tune, weights
 
 from torchtune_grpo.config.check import read_config

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from code_sandboxes import judge
-from processes import children
-from ranks import on_two_ranks
+from processes import children, on_two_ranks
 from rows import rows_of
 
 from torchtune_grpo.data.code_tests import unit_test

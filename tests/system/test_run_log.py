@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from kill_points import kill_points
-from ranks import on_two_ranks
+from processes import on_two_ranks
 from steps import make_scores, make_trajectory
 
 from torchtune_grpo.config.check import read_config

@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from conversations import END, ScriptedEngine, play
+from conversations import END, ScriptedEngine, call, play
 from hf_tokenizers import write_tokenizer
 from omegaconf import OmegaConf
 from played import (
@@ -47,14 +47,6 @@ from torchtune_grpo.evaluation import evaluator
 from torchtune_grpo.models import hf_tokenizer
 from torchtune_grpo.rewards import Reward, RewardSet
 from torchtune_grpo.trajectory import Completion
-
-
-def call(tool, **arguments):
-    return f'<tool_call>\n{{"name": "{tool}", "arguments": {to_json(arguments)}}}\n</tool_call>'
-
-
-def to_json(value):
-    return str(value).replace("'", '"')
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,10 @@ import hosted
 import psutil
 import pytest
 import torch
-from conversations import END, ScriptedEngine, play
+from conversations import END, ScriptedEngine, call, play
 from hf_tokenizers import write_tokenizer
 from processes import is_alive, wait_until
 from runs import run
-from test_environments import call
 
 from torchtune_grpo import models
 from torchtune_grpo.config.command_line import load_config
@@ -161,12 +160,8 @@ def test_an_async_tool_that_exits_fails_no_later_call(qwen):
 def test_rewards_get_methods_and_the_values_of_attributes(qwen):
     async def reward(environments, **columns):
         (each,) = environments
-        assert (each.score, each.done, each.seen["a"], str(each.seen["b"])) == (
-            4,
-            False,
-            {1, 2},
-            "0.5",
-        )
+        assert each.score == 4 and each.done is False
+        assert each.seen["a"] == {1, 2} and str(each.seen["b"]) == "0.5"
         assert not hasattr(each, "scoer") and getattr(each, "scoer", None) is None
         with pytest.raises(AttributeError, match="'Scored' object has no attribute 'scoer'"):
             _ = each.scoer
@@ -240,7 +235,7 @@ def test_what_functions_alone_draw_at_random_is_the_same_for_a_group(qwen):
 
 
 def test_reset_gets_a_seed_that_its_group_shares(qwen):
-    rows, _ = play(qwen, [TALK] * 4, rows=[HI, HI], **node("Seeded"))
+    rows, _ = play(qwen, [TALK] * 4, rows=[HI, HI], max_turns=1, _component_="played.GuessGym")
     seeds = [int(prompt.text.removeprefix("Hi ")) for prompt in rows.prompts]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3] and all(0 <= n < 2**31 for n in seeds)
 
@@ -291,7 +286,7 @@ def test_if_all_fail_the_rollout_ends_with_the_error_and_its_line(qwen):
 def test_wrong_moves_and_prompts_that_do_not_fit_end_no_run(qwen):
     rows, _ = play(qwen, [[use("nothing"), "." + END]], tools=["hosted.meet"])
     assert rows.completions[0].failed_calls == 1
-    rows, _ = play(qwen, [TALK], max_response_tokens=7990, **node("Seeded"))
+    rows, _ = play(qwen, [TALK], max_response_tokens=7990, _component_="played.GuessGym")
     assert (rows.completions[0].ended, rows.completions[0].error) == ("tool_failed", None)
 
 
@@ -384,6 +379,38 @@ def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="and a method of hosted.Scored are both called add"):
         settings = EnvironmentConfig(_component_="hosted.Scored")
         make_kinds(settings, ["hosted.Scored.add"], {"tools.0": hosted.Scored().add})
+
+
+# --- Of libraries, as their users write them ---------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_client_of_openenv_plays_on_a_server_of_its_own(qwen):
+    pytest.importorskip("openenv.core", reason="openenv-core is not installed")
+    before = {process.pid for process in psutil.process_iter()}
+    talks = [[call("guess", number=n) + END for n in (5, last)] + ["So." + END] for last in (7, 9)]
+    rows = [{"prompt": [{"role": "user", "content": "Play."}], "secret": 7}]
+    found, scores = play(qwen, talks, rows=rows, _component_="openenv_game.PlayedOnItsServer")
+    assert str(found.prompts[0]) == "Play. Guess a number."
+    told = [[m["content"] for m in t.messages if m["role"] == "tool"] for t in found.completions]
+    assert told == [["higher", "right"], ["higher", "lower"]]
+    assert scores.of("PlayedOnItsServer").tolist() == [1, 0]
+    new = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
+    assert not any("openenv_game:app" in (process.info["cmdline"] or ()) for process in new)
+
+
+@pytest.mark.slow
+def test_a_game_of_textarena_is_the_same_for_a_group(qwen):
+    pytest.importorskip("textarena", reason="textarena is not installed")
+    orders = [range(1, 21)] * 2 + [range(20, 0, -1)] * 2
+    talks = [[f"[{n}]" + END for n in order] for order in orders]
+    rows = [{"prompt": [{"role": "user", "content": "Play."}]}]
+    game = {"_component_": "textarena_game.Played", "max_turns": 20, "max_response_tokens": 7000}
+    found, scores = play(qwen, talks, rows=rows, **game)
+    assert all("between 1 and 20" in str(prompt) for prompt in found.prompts)
+    up, also_up, down, also_down = scores.of("Played").tolist()
+    assert up == also_up != down == also_down  # one order finds the number within ten turns
+    assert {talk.ended for talk in found.completions} == {"done"}
 
 
 # --- The end ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from ranks import on_two_ranks
+from processes import on_two_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor

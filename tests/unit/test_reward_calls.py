@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import math
+import os
 import re
 import signal
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from ranks import on_two_ranks
+from processes import on_two_ranks
 
 from torchtune_grpo import rewards as shipped_rewards
 from torchtune_grpo.data import RLDataset
@@ -64,16 +65,6 @@ class Bonus:
 
     def __call__(self, prompts, completions, **columns):
         return [self.value] * len(completions)
-
-
-def test_a_reward_that_does_not_apply_is_nan_and_left_out_of_the_total():
-    """Row 1: only the second reward applies. Row 3: none does, so that there is no total."""
-    even = Reward("even", returns([5.0, None, 7.0, None]), weight=-1)
-    scores = score(even, Reward("always", returns([1.0, 2.0, 3.0, None]), weight=10))
-    expected = torch.tensor([[5.0, 1.0], [math.nan, 2.0], [7.0, 3.0], [math.nan, math.nan]])
-    torch.testing.assert_close(scores.scores, expected, equal_nan=True)
-    total = torch.tensor([5.0, 20.0, 23.0, math.nan])
-    torch.testing.assert_close(scores.total, total, equal_nan=True)
 
 
 def test_accepted_return_types():
@@ -319,14 +310,13 @@ def fails_on(*bad, error=KeyError):
 
 
 @pytest.mark.parametrize(
-    ("golds", "share", "wrong"),
-    [("9999", 0.5, "7 where answer is 9"), ("7999", 0.5, None), ("7777", 0.5, None)],
+    ("golds", "wrong"), [("9999", "7 where answer is 9"), ("7999", None), ("7777", None)]
 )
-def test_missing_answers_are_counted_and_a_wrong_one_shown_if_none_is_right(golds, share, wrong):
+def test_missing_answers_are_counted_and_a_wrong_one_shown_if_none_is_right(golds, wrong):
     texts = ["<answer>7</answer>", "I think", "<answer>8</answer>", ""]
     rewards = RewardSet([Reward("math", math_correctness_reward)])
     scores = rewards(prompts=["p"] * 4, completions=texts, columns={"answer": [*golds]})
-    assert scores.metrics == [("math/no_answer", share)] and scores.wrong == wrong
+    assert scores.metrics == [("math/no_answer", 0.5)] and scores.wrong == wrong
 
 
 def test_notes_of_calls_one_by_one_are_joined():
@@ -493,3 +483,54 @@ def test_which_reward_decides():
     assert decided(own, Reward("other", length)) == ("length", "length", None)
     with pytest.raises(ValueError, match="deciding_reward=lenght: no reward of this name"):
         RewardSet([own], deciding="lenght")
+
+
+# --- The process's one asyncio loop ------------------------------------------------------------
+
+
+async def identity():
+    await asyncio.sleep(0)
+    return asyncio.get_running_loop(), threading.current_thread()
+
+
+def test_calls_from_many_threads_at_once_share_one_loop(monkeypatch):
+    monkeypatch.setattr(loop, "_loop", None)  # none has been made yet
+    together, found = threading.Barrier(16), []
+
+    def call():
+        together.wait()
+        found.append(loop.run(identity()))
+
+    threads = [threading.Thread(target=call) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 16 and len(set(found)) == 1
+    assert loop.run(identity()) == found[0]
+
+
+def test_a_task_that_exits_behind_a_call_ends_nothing():
+    before = loop.run(identity())
+
+    async def leave_a_task():
+        async def leave():
+            raise SystemExit(3)
+
+        task = asyncio.create_task(leave())
+        del task
+        return "done"
+
+    assert loop.run(leave_a_task()) == "done"
+    assert loop.run(identity()) == before
+
+
+def test_a_forked_process_has_a_loop_of_its_own():
+    loop.run(identity())
+    if (child := os.fork()) == 0:
+        try:
+            loop.run(identity())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -5,15 +5,29 @@ import json
 import pytest
 import torch
 import yaml
-from reward_models import reward_model
-from test_docs_rewards import block
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from hf_models import MODELS, SHAPE
+from hf_tokenizers import write_tokenizer
+from test_docs import block
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from torchtune_grpo.rewards import RewardSet, TrainerState
 from torchtune_grpo.trajectory import Completion, message
 
 PROMPTS = ["1 + 1?", "1 + 1?", "Why?", "Why?", "Tell me."]
 ANSWERS = ["2", "<think>12</think>It is 2.", "Because " * 9, "I think so.", "x" * 30]
+
+
+def reward_model(folder, **changes):
+    """Write a model with one output, and the tokenizer of Qwen 3."""
+    write_tokenizer(folder, "qwen3")
+    kind, own = MODELS["qwen3"]
+    settings = SHAPE | own | {"vocab_size": 384, "num_labels": 1, "pad_token_id": 0} | changes
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **settings))
+    with torch.no_grad():
+        model.score.weight.mul_(50)  # scores of about 1
+    model.save_pretrained(folder)
+    return folder
 
 
 def scored(folder, *, prompts=PROMPTS, completions=ANSWERS, share=0.0, **settings):
