@@ -211,16 +211,9 @@ def test_rows_whose_advantage_is_0_need_no_pass(train, reward, cut, kept, atol):
     assert max((result.after[n] - result.before[n]).abs().max() for n in result.before) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("change", "rows"),
-    [
-        (["loss.kl_coeff=0.1"], 16),
-        (["loss.kl_coeff=0", "loss.entropy_coeff=0.1"], 16),
-        (["loss.kl_coeff=0", OWN], 16),
-    ],
-)
-def test_rows_that_may_have_a_gradient_stay(train, change, rows):
-    assert train(*change, reward="first_two_differ").trajectory.num_rows == rows
+@pytest.mark.parametrize("change", ["loss.kl_coeff=0.1", "loss.entropy_coeff=0.1", OWN])
+def test_rows_that_may_have_a_gradient_stay(train, change):
+    assert train("loss.kl_coeff=0", change, reward="first_two_differ").trajectory.num_rows == 16
 
 
 @pytest.mark.slow

@@ -97,19 +97,6 @@ def of_sampler(step):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_refuses_other_weights_and_rows(folder):
-    command = ["run", RECIPE, "--config", "mixed.yaml", "resume_from_checkpoint=True"]
-    refused = tune(*command, "dataset.datasets.sums.weight=1", cwd=folder, check=False)
-    assert "dataset.datasets.sums.weight=1: " in refused.err and refused.code
-    file = folder / "talks.jsonl.gz"
-    rows = file.read_bytes()
-    file.write_bytes(gzip.compress(gzip.decompress(rows).replace(b"more", b"less")))
-    refused = tune(*command, cwd=folder, check=False)
-    file.write_bytes(rows)
-    assert "dataset.datasets.talks.source=talks.jsonl.gz (sha256 " in refused.err and refused.code
-
-
-@pytest.mark.slow
 def test_two_ranks_draw_the_prompts_of_one_and_resume_to_the_bit(folder):
     """Each has half of the batch; turns of the data sets and resting prompts are of the whole."""
     command = ["--config", "mixed.yaml", "output_dir=ranks", "batch_size=2"]

@@ -45,6 +45,7 @@ REFUSED = [
     ("--seed=5", "write seed=5, "),
     ("~sed", "there is no key sed"),
     ("rewards.7.weight=1", "rewards has only rewards.0, rewards.1"),
+    ("rewards.right.weight=1", "rewards has only rewards.0, rewards.1"),
     ("seed=[1,", "flow node"),
     (
         "model.form=[Q] {x} [/Q]",

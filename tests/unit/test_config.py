@@ -67,6 +67,7 @@ BAD = [
     ("num_minibatches=3", "num_minibatches=3", "give a divisor"),
     ("output_dir=/tmp/Llama-3.2-1B-Instruct", "output_dir=", "another folder"),
     ("output_dir=o checkpointer.checkpoint_dir=o/step_2", "checkpoint_dir=o/step_2", "another out"),
+    ("checkpointer.adapter_checkpoint=a", "adapter_checkpoint=a: is not read", "merge the adapter"),
     ("adapter_dir=sft", "adapter_dir=sft: unknown", "merge the adapter into its base"),
     ("optimizer=torch.optim.AdamX", "optimizer._component_=torch.optim.AdamX", "torch.optim.Ada"),
     ("optimizer=AdamW", "AdamW: not an import path", "mean torch.optim.AdamW?"),
@@ -74,7 +75,6 @@ BAD = [
     ("sampler=no.Such", "sampler._component_=no.Such: cannot be imported", "No module named"),
     ("prepare=torchtune_grpo.tiny.prepare", "cannot be imported", "torchtune_grpo.models.tiny."),
     ("eval_dataset=gsm8k", "eval_dataset._component_=gsm8k", "torchtune_grpo.data.gsm8k_dataset?"),
-    ("loss=grpoloss", "loss._component_=grpoloss", "mean torchtune_grpo.loss.GRPOLoss?"),
     ("loss=DAPO", "loss=DAPO: ", "give algorithm=dapo."),
     ("optimizer.lr=0", "optimizer.lr=0: no weight would", "set it above 0."),
     ("~loss._component_", "loss", "_component_"),
@@ -95,11 +95,8 @@ BAD = [
     ("dynamic_sampling.max_resamples=1001", "max_resamples=1001", "less than or equal to 1000"),
     # Names of other libraries
     ("num_generations=8", "num_generations=8: unknown config key", "mean grpo_samples? "),
-    ("beta=0.1", "beta=0.1: unknown config key", "Did you mean loss.kl_coeff? "),
-    ("top_p=0.9", "top_p=0.9: unknown config key", "Did you mean sampling.top_p? "),
     ("alpha=16", "alpha=16: unknown config key", "Did you mean model.lora_alpha? "),
     ("use_vllm=True", "use_vllm=True: unknown config key", "mean rollout.engine (native, "),
-    ("rollout.n=8", "rollout.n=8: unknown config key", "Did you mean grpo_samples? "),
     ("data.train_files=x", "data.train_files=x: unknown", "Did you mean dataset.source? "),
     ("actor_rollout_ref.actor.optim.lr=1", "optim.lr=1: unknown", "Did you mean optimizer.lr? "),
     ("data={}", "data={}: unknown config key. ", ""),
@@ -124,6 +121,7 @@ NOT_OF_THE_MODEL = [
     ("optimizer.betas=[0.9,1.5]", r"optimizer: could not construct .*betas.*1.5"),
     ("checkpointer.checkpoint_dir=/no/such", "checkpoint_dir=/no/such: .*exist; `tune download"),
     ("checkpointer.checkpoint_files=[no_such]", "checkpointer: could not construct .*no_such"),
+    ("tokenizer.path=/no/such", "^tokenizer.path=/no/such: no such file; `tune download"),
     ("optimizer=torch.optim.LBFGS", "optimizer._component_=torch.optim.LBFGS: .*a step: .*closure"),
     ("optimizer=torch.optim.SparseAdam", "cannot take a step: .*dense gradients"),
     ("optimizer.fused=false optimizer.capturable=true", "a step: .*capturable.*other arguments"),
@@ -238,10 +236,6 @@ def test_the_folder_of_a_model_is_asked_for_by_its_key(tmp_path):
     _, notes = Run(load_config("hf_lora_grpo", ["device=cpu", f"model_dir={empty}"])).check()
     said = f"model_dir={empty}: its GGUF is converted when a run starts, and not checked yet."
     assert notes == [said]
-    (empty / "config.json").write_text('{"model_type": "no_such_type"}')
-    (empty / "model.safetensors").touch()
-    problem, *_ = mistakes(f"model_dir={empty}")
-    assert "transformers cannot build a causal model from its config.json: " in problem
 
 
 @pytest.fixture

@@ -94,15 +94,25 @@ def test_columns_splits_tasks_and_texts_are_no_files(tmp_path, monkeypatch):
     assert not [key for key in old if key.endswith(" files")]
 
 
-def test_another_order_of_mixed_data_is_refused(tmp_path):
-    def mixed(*names: str) -> dict:
-        parts = {name: {"_component_": "torchtune_grpo.data.gsm8k_dataset"} for name in names}
+def test_another_order_of_mixed_data_and_other_parts_are_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl.gz"
+    rows.write_text("some")
+
+    def mixed(*names: str, **more: object) -> dict:
+        part = {"_component_": "torchtune_grpo.data.RLDataset", "source": str(rows), **more}
+        parts = dict.fromkeys(names, part)
         node = {"_component_": "torchtune_grpo.data.MixedDataset", "datasets": parts}
         return config_of(tmp_path, f"dataset={json.dumps(node)}")
 
     check(mixed("a", "b"), mixed("a", "b"))
     with pytest.raises(ValueError, match="datasets in order=b, a: .* was made with a, b"):
         check(mixed("a", "b"), mixed("b", "a"))
+    with pytest.raises(ValueError, match="dataset.datasets.a.weight=3: .* was made with null"):
+        check(mixed("a"), mixed("a", weight=3))
+    old = mixed("a")
+    rows.write_text("others")
+    with pytest.raises(ValueError, match=r"datasets.a.source=rows.jsonl.gz \(sha256 "):
+        check(old, mixed("a"))
 
 
 REFUSED = {

@@ -19,7 +19,6 @@ from hf_tokenizers import write_tokenizer
 
 from torchtune_grpo.data import RLDataset
 from torchtune_grpo.data.chat import PromptEncoder
-from torchtune_grpo.data.dataset import collate_prompts
 from torchtune_grpo.data.load import digest
 from torchtune_grpo.models.tokenizer import HFTokenizer
 from torchtune_grpo.rewards import Reward, RewardSet, math_correctness_reward
@@ -99,6 +98,11 @@ def test_templates_and_columns(llama3_tokenizer):
     assert found == ("1+1?", {"answer": 2, "solution": 1, "problem": "1+1?"})
     found = item_of({"q": {"text": "2+2?"}}, prompt_column="q.text")
     assert found == ("2+2?", {"prompt": "1+1?", "q": {"text": "2+2?"}})
+    verl = [{"prompt": "1+1?", "reward_model": own} for own in ({"ground_truth": "2"}, None)]
+    data = make(llama3_tokenizer, verl, columns={"answer": "reward_model.ground_truth"})
+    assert [item["columns"]["answer"] for item in data] == ["2"]  # the other row is left out
+    with pytest.raises(ValueError, match="columns: there is no column 'reward_model.gold' among"):
+        item_of({"reward_model": {}}, columns={"answer": "reward_model.gold"})
     choices = {"choices": ["red {n}", 7]}
     found, _ = item_of(choices, prompt_template="{prompt}\n{choices}\n({choices:, })")
     assert found == "1+1?\nred {n}\n7\n(red {n}, 7)"
@@ -171,32 +175,6 @@ def test_later_rows_are_read_when_they_are_drawn(
     assert len(RLDataset(llama3_tokenizer, **given, num_samples=4)) == 4
     data.check(lambda items: {0: "odd", 1: None}, where="dataset", drawn_rows=False)
     assert len(data) == 7 and data[1]["prompt"].text == "2+3?"
-
-
-def test_the_parquet_of_verl_feeds_a_shipped_reward(llama3_tokenizer, tmp_path):
-    """Its golds are in a field of a column; its prompts are messages."""
-
-    def verl(n, gold):
-        prompt = [{"role": "user", "content": f"What is {n} + 1?"}]
-        extra = {"split": "train", "index": n}
-        reward = {"style": "rule", "ground_truth": gold}
-        first = {"data_source": "openai/gsm8k", "prompt": prompt, "ability": "math"}
-        return {**first, "reward_model": reward, "extra_info": extra}
-
-    path = tmp_path / "train.parquet"
-    rows = [verl(n, str(n + 1)) for n in range(4)] + [verl(4, None) | {"reward_model": None}]
-    datasets.Dataset.from_list(rows).to_parquet(path)
-    columns = {"answer": "reward_model.ground_truth"}
-    data = make(llama3_tokenizer, None, source=str(path), columns=columns)
-    rewards = RewardSet([Reward("right", math_correctness_reward)])
-    rewards.check_data(data, key="dataset")
-    assert [item["columns"]["answer"] for item in data] == ["1", "2", "3", "4"]
-    batch = collate_prompts([*data])
-    said = ["The answer is 1."] * len(data)
-    scores = rewards(prompts=batch.prompts, completions=said, columns=batch.columns)
-    assert scores.total.tolist() == [1, 0, 0, 0]
-    with pytest.raises(ValueError, match="columns: there is no column 'reward_model.gold' among"):
-        make(llama3_tokenizer, None, source=str(path), columns={"answer": "reward_model.gold"})
 
 
 def test_a_developer_is_the_system_and_parts_of_text_are_one_text(llama3_tokenizer):
