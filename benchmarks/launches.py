@@ -67,6 +67,7 @@ from torchtune_grpo.training.packing import MicroBatch
 from torchtune_grpo.trajectory import Trajectory
 
 WAYS = ("lora", "merged", "full")
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)  # of numbers, too
 
 
 class Launches(TorchDispatchMode):
@@ -83,8 +84,8 @@ class Launches(TorchDispatchMode):
             return out
         self.names[str(func)] += 1
         if isinstance(out, Tensor) and out.device.type == "cuda":
-            given = [x for x in args if isinstance(x, Tensor)]
-            self.copies_in += any(x.device.type == "cpu" and x.dim() > 0 for x in given)
+            given = [x for x in args if isinstance(x, Tensor) and x.device.type == "cpu"]
+            self.copies_in += any(x.dim() > 0 or func in _COPIES for x in given)
         return out
 
     @property

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
 
@@ -49,30 +48,6 @@ def _let_autograd_know_cuda() -> None:
     guards = (ctypes.c_void_p * 15).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     cuda, meta = 1, 14  # c10::DeviceType
     guards[cuda] = guards[cuda] or guards[meta]
-
-
-class Operations(TorchDispatchMode):
-    """Count operations by name: ``with Operations() as count: ...; count["aten.mm.default"]``.
-
-    Copies of a CPU's tensor to the GPU count as ``"from the host"``, too.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __getitem__(self, name: str) -> int:
-        return self.counts[name]
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.prim.device.default:
-            self.counts[str(func)] += 1
-        out = func(*args, **(kwargs or {}))
-        copies = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-        if func in copies and isinstance(out, torch.Tensor) and out.is_cuda:
-            source = args[func is torch.ops.aten.copy_.default]
-            self.counts["from the host"] += source.device.type == "cpu"
-        return out
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from fake_cuda import CUDA, Operations, backward, fake_cuda, on_cuda
-from launches import LLAMA_1B, count, counted, counting_cuda
+from fake_cuda import CUDA, backward, fake_cuda, on_cuda
+from launches import LLAMA_1B, Launches, count, counted, counting_cuda
 from policies import KINDS, LORA, SHAPE, VOCAB, build_policy, full_logprobs, randomize
 from rollouts import request
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,7 +91,7 @@ def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "backward", lambda loss: backward([loss], [torch.ones_like(loss)])
     )
-    with fake_cuda(), Operations() as count:
+    with fake_cuda(), Launches() as launches:
         if adapted:
             ref_logprobs = Reference(model).logprobs(batch.micro_batches, temperature=0.9)
         else:  # a frozen copy does it; fake tensors cannot be copied
@@ -101,15 +101,15 @@ def test_an_update_waits_for_no_micro_batch(kind, rows, monkeypatch):
         recipe.update(batch, StepMetrics())
     assert batch.old_logprobs.device == CUDA
     # These wait, too, though fake tensors do not tell.
-    assert count["aten.masked_scatter_backward.default"] == 0
-    assert count["from the host"] == 0, count.counts
+    done = launches.names
+    assert done["aten.masked_scatter_backward.default"] == launches.copies_in == 0, done
     # Logits are in float32 by the product itself; those of an adapted head are not.
-    assert (count["aten.mm.dtype_out"] > 0) == (kind != "lora_output")
+    assert (done["aten.mm.dtype_out"] > 0) == (kind != "lora_output")
     trained = {p for p in model.parameters() if p.requires_grad}
     assert trained and trained == optimizer.optimizer.state.keys()  # each had a gradient
     if rows > 1:  # the reference's pass, and the policy's, of both layers
-        assert count["torch_attn._varlen_attn.default"] == 2 * 2 * len(batch.micro_batches)
-        assert count["torch_attn._varlen_attn_backward.default"] == 2 * len(batch.micro_batches)
+        assert done["torch_attn._varlen_attn.default"] == 2 * 2 * len(batch.micro_batches)
+        assert done["torch_attn._varlen_attn_backward.default"] == 2 * len(batch.micro_batches)
 
 
 def test_nf4_weights_come_to_the_gpu_before_fsdp_moves_them(monkeypatch):
@@ -156,13 +156,12 @@ def sample_groups(kind: str, *, graphs: StepGraphs | None = None, merge: str = "
         rollout._free_slots, rollout._remove_ended = ended, lambda: rollout.live[:2]
         del rollout.live[:2]
         assert rollout.replace_ended()
-        with Operations() as operations:
-            rollout.decode()
+        launches = counted(rollout.decode)
         samples = rollout.transcript.samples(lengths=[4] * 12, truncated=[True] * 12)
     tensors = (*decoder.tensors(), *cache.tensors(), *engine._buffers.tensors())
     assert {x.device for x in tensors} == {samples.responses.device} == {CUDA}
     assert samples.sampler_logprobs.dtype == torch.float32
-    return operations
+    return launches.names
 
 
 @pytest.fixture

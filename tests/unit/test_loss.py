@@ -1,7 +1,8 @@
-"""The loss family against hand-computed numbers and plain float64 loops, for every combination."""
+"""Advantages and the loss family against hand-computed numbers and plain float64 loops."""
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -14,6 +15,7 @@ from torchtune_grpo.advantages import OutcomeGate, group_advantages, reward_adva
 from torchtune_grpo.config.keys import Advantage, RewardAggregation
 from torchtune_grpo.config.text import ConfigError
 from torchtune_grpo.loss import GRPOLoss, make_loss
+from torchtune_grpo.training.dynamic_sampling import passes_filter
 from torchtune_grpo.training.logprobs import importance_weights
 
 ROWS, WIDTH, LIMIT = 6, 7, 8  # wider than the longest row
@@ -179,6 +181,44 @@ def test_equal_rewards_give_exactly_zero(normalization, aggregation, equal, othe
         aggregation=aggregation,
     )
     assert (advantages[:3] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("gate", "rewards", "passes"),
+    [
+        (None, [1.0, 0.0, 0.0], True),
+        (None, [0.1, 0.1, 0.1], False),
+        ("a", [1.0, 0.0, math.nan], True),
+        ("a", [1.0, 1.0, math.nan], False),
+    ],
+)
+def test_the_filter(gate, rewards, passes):
+    """Of the sum of all rewards, or of the one that gates, whatever the sum is."""
+    values, other = torch.tensor(rewards), torch.arange(len(rewards))
+    scores = SimpleNamespace(of={"a": values}.get, total=other if gate else values)
+    found = passes_filter(scores, group_size=len(rewards), gate=gate)
+    assert found.tolist() == [passes]
+
+
+# What other tests have left to the garbage collector is not theirs.
+@pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("aggregation", get_args(RewardAggregation))
+@pytest.mark.parametrize("normalization", get_args(Advantage))
+def test_advantages_are_those_of_the_groups_that_are_kept(normalization, aggregation):
+    """The others are no part of the batch, whose spread may scale; there may be none left."""
+    total = torch.tensor([0.0, 1.0, 1.0, 0.0, 5.0, 9.0, 2.0, 2.5])
+    settings = {"group_size": 2, "normalization": normalization, "aggregation": aggregation}
+
+    def advantages(rows, **kept):
+        of_rewards = (total[rows], torch.stack([total, total**2], dim=1)[rows], torch.ones(2))
+        return reward_advantages(*of_rewards, **settings, **kept)
+
+    kept = torch.tensor([True, True, False, False, False, False, True, True])
+    some = advantages(slice(None), kept=kept)
+    assert torch.equal(some[kept], advantages(kept)) and not some[~kept].any()
+    assert some[kept].all()
+    nothing = advantages(slice(None), kept=torch.zeros(8, dtype=torch.bool))
+    assert torch.equal(nothing, torch.zeros(8))
 
 
 @pytest.mark.parametrize("aggregation", ["grpo", "dapo", "dr_grpo", "prompt"])

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 from omegaconf import OmegaConf
 from rows import Bytes
+from runs import humaneval
 
 import torchtune_grpo.data
 from torchtune_grpo.config.check import check_component
@@ -25,13 +26,7 @@ PROBLEMS = [
     },
     {"question": "How many?", "answer": "Mark a #### b first.\n#### -1,234,567 "},
 ]
-FUNCTION = {
-    "task_id": "Test/0",
-    "prompt": 'def add(x: int) -> int:\n    """Adds one."""\n',
-    "entry_point": "add",
-    "canonical_solution": "    return x + 1\n",
-    "test": "def check(candidate):\n    assert candidate(1) == 2\n",
-}
+FUNCTION = humaneval(0)
 PRESETS = ["gsm8k_dataset", "humaneval_dataset", "arithmetic_dataset"]
 
 
