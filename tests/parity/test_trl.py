@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import TINY, VOCAB, llama_checkpoint
+from checkpoints import VOCAB, llama_checkpoint
 from datasets import Dataset
-from safetensors.torch import load_file
+from hf_models import load
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
-from torchtune.models.llama3_2 import llama3_2
 from trajectories import make_groups
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchtune_grpo.advantages import reward_advantages
 from torchtune_grpo.loss import GRPOLoss
 from torchtune_grpo.models.layers import attend_in_segments
+from torchtune_grpo.models.weights import hf_state
 from torchtune_grpo.rewards import RewardFailure, RewardSet
 from torchtune_grpo.training import response_logprobs
 from torchtune_grpo.training.packing import packed_layout
@@ -32,7 +31,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about optional packages
     from trl import GRPOConfig, GRPOTrainer
 
-HEADS = {"num_heads": TINY["num_heads"], "num_kv_heads": TINY["num_kv_heads"]}
 LIMIT, GROUP, TEMPERATURE = 9, 3, 0.8
 RESPONSES = [4, 9, 1, 7, 9, 2]
 NAN = float("nan")
@@ -102,9 +100,7 @@ def trl_inputs(rows: Trajectory) -> dict[str, torch.Tensor]:
 
 def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
     """Loss, gradients by transformers' names, and log-probs, with packed groups."""
-    model = llama3_2(**TINY)
-    state = load_file(folder / "model.safetensors")
-    model.load_state_dict(hf_to_tune(state, **HEADS, dim=TINY["embed_dim"]), strict=False)
+    model = load(folder)
     attend_in_segments(model)
     packs = [row // GROUP for row in range(len(RESPONSES))]
     options = {"entropy": "gradient" if loss.needs_entropy_gradient else "value"}
@@ -121,7 +117,7 @@ def our_step(folder: Path, rows: Trajectory, loss: GRPOLoss, **extra):
     output = loss(logprobs=logprobs, weights=weights, entropy=entropy, **extra)
     output.loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
-    return output.loss.detach(), tune_to_hf(grads, **HEADS, dim=TINY["embed_dim"])
+    return output.loss.detach(), hf_state(grads, folder)
 
 
 # TRL's option -> ours. Its cispo has one absolute upper bound, ours distances from 1.
