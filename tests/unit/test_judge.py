@@ -293,7 +293,7 @@ def test_ranks_share_a_cache_and_a_restarted_run_gets_the_same_marks(tmp_path):
     """Whichever rank came first has decided; another model's marks are its own."""
     answers = [f"answer {n}" for n in range(9)]
     with noisy() as server:
-        node = reward(server.url, cache=str(tmp_path / "sub" / "marks.db"))
+        node = reward(server.url, cache=str(tmp_path / "sub" / "marks.db"), timeout=60.0)
         first, second = on_two_ranks(lambda rank: marks(score(node, *answers)), folder=tmp_path)
         assert first == second
         asked = len(server.requests)
