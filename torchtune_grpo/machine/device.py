@@ -208,8 +208,9 @@ def _left_by_limits() -> int:
         if controller not in _MEMORY_OF_GROUPS:
             continue
         folder, most, used, cached = _MEMORY_OF_GROUPS[controller]
+        own = Path(path.lstrip("/"))
         # A container may see its own group as the root, and yet be told its path on the host.
-        for group in (own := Path(path.lstrip("/")), *own.parents):
+        for group in (own, *own.parents):
             with suppress(OSError, ValueError):  # there is no such file, or it says "max"
                 at = _GROUPS / folder / group
                 free = int((at / most).read_text()) - int((at / used).read_text())
