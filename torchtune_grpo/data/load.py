@@ -110,9 +110,7 @@ def _load(source: str, split: str, data_files: Any, options: dict[str, Any]) -> 
         options.setdefault("keep_default_na", False)  # True would read the text "None" as null
         if ".tsv" in str(files):
             options.setdefault("sep", "\t")
-        numbers = dict[str, bool]()
-        texts = {n for paths in files.values() for n in _check_csv(paths, numbers, **options)}
-        if texts:
+        if texts := set(_check_csv(files.values(), **options)):
             options["converters"] = dict.fromkeys(sorted(texts), str)
     return load_dataset(file_format, split=split, data_files=files, **options)
 
@@ -201,8 +199,7 @@ def _read_json(
 
 
 def _check_csv(
-    paths: object,
-    numbers: dict[str, bool],
+    splits: Iterable[object],
     *,
     sep: str = ",",
     quotechar: str = '"',
@@ -210,17 +207,18 @@ def _check_csv(
     keep_default_na: bool = False,
     **others: object,
 ) -> Iterator[str]:
-    """Yield the columns with booleans, or with anything else beside numbers; refuse records of
+    """Yield the columns with booleans, or with anything else beside numbers, in all splits' files:
+    from one part of a table pandas may make numbers, and from the next text. Refuse records of
     another length than the header's, which pandas shifts or fills.
-
-    ``numbers`` says of each column whether it began with a number, in whichever file: from one
-    part of a table pandas may make numbers, and from the next text.
     """
     if others.keys() - {"streaming"}:  # then it is for pandas to read them
         return
-    for opened in fsspec.open_files(
-        paths, "rt", compression="infer", encoding=encoding, newline=""
-    ):
+    begins_with_number: dict[str, bool] = {}  # by column
+    files = chain.from_iterable(
+        fsspec.open_files(paths, "rt", compression="infer", encoding=encoding, newline="")
+        for paths in splits
+    )
+    for opened in files:
         # A file that is not there is told by ``load_dataset``; a field may be too long to be read.
         with suppress(FileNotFoundError, csv.Error), opened as file:
             records = csv.reader(file, delimiter=sep, quotechar=quotechar)
@@ -236,7 +234,7 @@ def _check_csv(
                     )
                 for name, value in zip(header, record):
                     is_number = _NUMBER.fullmatch(value) is not None
-                    is_mixed = numbers.setdefault(name, is_number) != is_number
+                    is_mixed = begins_with_number.setdefault(name, is_number) != is_number
                     if value in _BOOLEANS or (is_mixed and not keep_default_na):
                         yield name
 
