@@ -137,6 +137,12 @@ def definition_of(name: str) -> re.Pattern[str]:
     )
 
 
+def _use_of(name: str) -> re.Pattern[str]:
+    """Return a pattern for a line of a block of tests, which imports the function, or pytest."""
+    name = re.escape(name.partition("(")[0])
+    return re.compile(rf"^(?:import pytest\b|from \S+ import .*\b{name}\b)", re.MULTILINE)
+
+
 def extract_program(text: str, *, setup: str, entry_point: str | None) -> str:
     """Extract the program from a text: prefill and completion.
 
@@ -152,11 +158,11 @@ def extract_program(text: str, *, setup: str, entry_point: str | None) -> str:
         tail = _BRACKETS.sub("\n```\n", tail)
     answer = tail.rpartition("<answer>")[2].partition("</answer>")[0]
     defines = definition_of(entry_point).search if entry_point else bool
-    name = re.escape((entry_point or "").partition("(")[0])
-    uses = re.compile(rf"^(?:import pytest\b|from \S+ import .*\b{name}\b)", re.MULTILINE).search
 
     def is_helper(code: str) -> bool:
-        return bool(entry_point) and not (defines(code) or uses(code)) and _only_defines(code)
+        if not entry_point or defines(code) or _use_of(entry_point).search(code):
+            return False
+        return _only_defines(code)
 
     for part in dict.fromkeys([answer, tail]):
         blocks = _blocks(part)
