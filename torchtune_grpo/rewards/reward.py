@@ -202,7 +202,7 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
     arguments = {n: v for n, v in node.items() if n not in (*table.model_fields, "_component_")}
     component, signature = _load(path, key, given)
     # A class that isolates says so itself: one derived from it may have code that does not.
-    if own.isolation and "isolates" in getattr(component, "__dict__", {}):
+    if own.isolation and getattr(component, "__dict__", {}).get("isolates"):
         return make_reward({**node, "isolation": None}, key, given)
     is_class, takes_any = inspect.isclass(component), _takes_any_keyword(signature)
     if not (is_class and takes_any):
