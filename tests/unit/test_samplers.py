@@ -106,6 +106,8 @@ def test_if_all_prompts_rest_the_passes_without_any_are_over_at_once(make):
     assert sampler.epoch == 5 and drawn[1] == make(SHUFFLED).ahead(50)[40:]
     with pytest.raises(ValueError, match="sampler.rest=-1: give 0 or more passes"):
         make(SHUFFLED, rest=-1)
+    with pytest.raises(ValueError, match=r"sampler.rest=3: the deciding reward averages -1 over"):
+        passes(make(SHUFFLED, rest=3), lambda row: -1.0, 2)
 
 
 def test_the_docs_sampler_takes_seldom_solved_prompts_more_often(make):

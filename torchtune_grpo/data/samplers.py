@@ -102,6 +102,12 @@ class ShuffledSampler:
         places, resting = [place for place, _ in islice(self._places(), len(rows))], {**self._back}
         for place, row, rate in zip(places, rows, pass_rates, strict=True):
             if self._rest and rate is not None and not 0 < rate < 1:
+                if rate not in (0, 1):
+                    raise ValueError(
+                        f"sampler.rest={self._rest}: the deciding reward averages {rate:.3g} over "
+                        "a prompt's samples, but must be 0 for wrong and 1 for right ones; name "
+                        "such a reward in deciding_reward, or set sampler.rest=0."
+                    )
                 resting[row] = place // self._size + 1 + self._rest
             self._drawn = place + 1
         now = self._drawn // self._size
