@@ -23,6 +23,8 @@ from torchtune_grpo.training.policy import empty_model
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "llama3_2_1B_lora_grpo"
+REAL = ROOT / "benchmarks/real"
+OF_BENCHMARKS = [str(path) for path in sorted(REAL.glob("*.yaml")) if path.name != "prompts.yaml"]
 
 
 def settings_of(*changes: str) -> GRPOConfig:
@@ -198,7 +200,7 @@ def test_settings_without_effect_are_named(changes, sentence, caplog):
     assert sentence is None or re.search(sentence, caplog.messages[0])
 
 
-@pytest.mark.parametrize("name", config_files())
+@pytest.mark.parametrize("name", [*config_files(), *OF_BENCHMARKS])
 def test_shipped_configs_are_valid_and_use_what_is_shipped(name):
     cfg = load_config(name)
     if OmegaConf.is_missing(cfg, "model_dir"):
