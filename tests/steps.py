@@ -1,10 +1,12 @@
 """A step's rows and their scores, small enough to compute by hand."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 from common import rows_of
 
+from torchtune_grpo.monitor.recorder import GroupRecorder
 from torchtune_grpo.rewards import RewardScores
 from torchtune_grpo.trajectory import Completion, Prompt, Trajectory
 
@@ -43,3 +45,13 @@ def make_scores() -> RewardScores:
         extra={"note": ["w", "x", "y", "z"]},
         metrics=[("a/depth", 3.0), ("a/depth", 6.0)],
     )
+
+
+def make_recorder(
+    trajectory: Trajectory, scores: RewardScores, *, num_groups: int = 2
+) -> GroupRecorder:
+    """Make a recorder that has seen a rollout."""
+    cfg = SimpleNamespace(log_groups=num_groups, grpo_samples=2, seed=0)
+    recorder = GroupRecorder(cfg, decider="a")
+    recorder.rollout(trajectory, scores)
+    return recorder

@@ -30,7 +30,6 @@ IN_A_CONFIG = {
     "resume_from_checkpoint=latest": "='latest': should be True or False, or 'auto'",
     "forward_batch_size=0": "=0: should be greater than 0, or 'auto'",
     "model=torchtune_grpo.models.lora_hf_model model.lora_rank=0": "lora_rank=0: give 1 or more",
-    "sampling.temperature=1": "unknown config key. Did you mean temperature?",
     "lr_scheduler=cosine": "mean torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup?",
     "rollout.engine=note": r"not an import path .* Did you mean native\?",  # and not ``noted``
     "--table my.Table": "--table=my.Table: my has no 'Table'",
@@ -45,7 +44,6 @@ IN_A_CONFIG = {
     "dataset={one.jsonl} dataset.shuffle=true": "in a random order anyway, unless sampler says",
     "dataset={https://x.org/a.jsonl}": "download the file, and give its path",
     "dataset={latin.csv}": "the file is not in UTF-8; set encoding, as to latin-1 or utf-16",
-    "dataset={wide.csv}": "the file is not in UTF-8; set encoding, as to latin-1 or utf-16",
     "dataset={semicolon.csv}": "its header has no ','; set sep=';'",
     "dataset={messages.csv}": "column 'prompt' holds messages as text; give JSON lines with lists",
     "sampler.column=level": "sampler={'column': 'level'}: give a mapping with _component_",
@@ -66,8 +64,6 @@ COMMANDS = {
     "torchtune-grpo config mapping.yaml": "rewards: a mapping; give a list, each entry behind a da",
     f"torchtune-grpo sample {TINY} What?": r"What\?: not key=value; for a prompt, write --prompt ",
     f"torchtune-grpo sample {TINY} --samples 0": "argument --samples: 0: give 1 or more",
-    f"torchtune-grpo sample {TINY} --num-prompts -1": "argument --num-prompts: -1: give 1 or more",
-    f"torchtune-grpo evaluate {TINY} --output no/x": "--output=no/x: name a file in a folder",
     f"tune run {RECIPE} --config {TINY} device=mps": "device=mps: is not available here; give cpu",
     f"tune run {RECIPE} --config=good.yaml num_stepz=1": "Did you mean num_steps?",
     f"tune run {RECIPE[:-1]} --config {TINY}": f"no recipe of this name, .* Did you mean {RECIPE}?",
@@ -97,7 +93,6 @@ def folder(tmp_path_factory):
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / "latin.csv").write_bytes("prompt,answer\nWas heißt 3 + 4?,7\n".encode("latin-1"))
-    (folder / "wide.csv").write_bytes("prompt,answer\n3 + 4?,7\n".encode("utf-16"))
     return folder
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kill_points import kill_points
 from processes import on_two_ranks
-from steps import make_scores, make_trajectory
+from steps import make_recorder, make_scores, make_trajectory
 
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
@@ -26,7 +26,7 @@ from torchtune_grpo.monitor.record import (
     read_lines,
     read_metrics,
 )
-from torchtune_grpo.monitor.recorder import GroupRecorder, Recorder
+from torchtune_grpo.monitor.recorder import Recorder
 from torchtune_grpo.rewards.call import MEASURED, Outcome
 from torchtune_grpo.rewards.workers import ContractError
 
@@ -35,10 +35,7 @@ FILES = [COMPLETIONS_FILE, RUN_FILE]
 
 def groups(scores, step=1):
     """Make the records of one group of two completions."""
-    cfg = SimpleNamespace(log_groups=1, grpo_samples=2, max_generated_tokens=3, seed=0)
-    recorder = GroupRecorder(cfg, decider="a")
-    recorder.rollout(make_trajectory(), scores)
-    return recorder.take(step)[0]
+    return make_recorder(make_trajectory(), scores, num_groups=1).take(step)[0]
 
 
 def record(folder, *steps):

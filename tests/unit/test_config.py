@@ -63,6 +63,7 @@ BAD = [
     ("sampling.min_new_tokens=600", "min_new_tokens=600", "512"),
     ("evaluation.keep_best=accuracy", "evaluation.keep_best='accuracy'", "eval/"),
     ("evaluation=5", "evaluation=5: evaluation is a section", "evaluation.every_n_steps"),
+    ("evaluation.sampling.top_p=2", "evaluation.sampling.top_p=2: should be less than", "to 1."),
     ("evaluation.stop_at=0.9 eval_dataset=null", "evaluation.stop_at=0.9", "set eval_"),
     ("forward_token_budget=2000", "forward_token_budget=2000", "forward_batch_size (auto"),
     ("num_minibatches=3", "num_minibatches=3", "give a divisor"),
@@ -96,8 +97,6 @@ BAD = [
     ("dynamic_sampling.max_resamples=1001", "max_resamples=1001", "less than or equal to 1000"),
     # Names of other libraries
     ("num_generations=8", "num_generations=8: unknown config key", "mean grpo_samples? "),
-    ("alpha=16", "alpha=16: unknown config key", "Did you mean model.lora_alpha? "),
-    ("use_vllm=True", "use_vllm=True: unknown config key", "mean rollout.engine (native, "),
     ("data.train_files=x", "data.train_files=x: unknown", "Did you mean dataset.source? "),
     ("actor_rollout_ref.actor.optim.lr=1", "optim.lr=1: unknown", "Did you mean optimizer.lr? "),
     ("data={}", "data={}: unknown config key. ", ""),

@@ -199,10 +199,8 @@ def test_pass_at_k_is_the_best_of_each_subset_in_the_mean(scores: list[float]):
         assert pass_at_k(scores, k) == pytest.approx(counted, abs=1e-12)
 
 
-def test_pass_at_k_of_many_samples_and_of_too_few():
+def test_pass_at_k_of_many_samples():
     assert pass_at_k([1.0] + [0.0] * 4999, 2500) == 0.5  # floats would overflow
-    with pytest.raises(ValueError, match="k=5: with 3 samples, give 1 to 3"):
-        pass_at_k([0.5, 0.0, 1.0], 5)
 
 
 def test_the_majority_is_the_most_frequent_answer_and_the_first_of_equals():

@@ -305,7 +305,7 @@ def test_reward_hacking():
         "0.3 to 0.3."
     )
     assert line["remedy"] == "Set rewards.1.weight: 0.1 -> 0.05."
-    (line,) = run(evaluated(rewards, flat), "rewards.1.weight=1")
+    (line,) = run(evaluated(rewards, flat), "rewards.1.weight='1'")  # as from ${oc.env:WEIGHT}
     assert line["remedy"] == "Set rewards.1.weight: 1 -> 0.5."
     alone = "rewards=[{_component_: torchtune_grpo.rewards.math_correctness_reward}]"
     assert [line["remedy"] for line in run(evaluated(rewards, flat), alone)] == [

@@ -4,16 +4,14 @@ import math
 import statistics
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from steps import make_scores, make_trajectory
+from steps import make_recorder, make_scores, make_trajectory
 
 from torchtune_grpo.loss import LossOutput
 from torchtune_grpo.monitor import recorder as recorder_module
 from torchtune_grpo.monitor.metrics import StepMetrics
-from torchtune_grpo.monitor.recorder import GroupRecorder
 from torchtune_grpo.trajectory import Completion, Trajectory
 
 
@@ -111,15 +109,6 @@ def test_timers_add_up_and_tokens_are_counted_by_the_second():
     assert 0.04 <= found["time/rollout"] < 1
     assert found["rollout/tokens_per_second"] == pytest.approx(60 / found["time/rollout"])
     assert found["tokens_per_second"] == 6.0
-
-
-def make_recorder(trajectory, scores, *, num_groups=2, deadline=60.0):
-    """A recorder that has seen a rollout."""
-    cfg = SimpleNamespace(log_groups=num_groups, grpo_samples=2, max_generated_tokens=3, seed=0)
-    cfg.rollout = SimpleNamespace(deadline=deadline)
-    recorder = GroupRecorder(cfg, decider="a")
-    recorder.rollout(trajectory, scores)
-    return recorder
 
 
 def take(trajectory, scores, *, step=1, **more):

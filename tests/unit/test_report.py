@@ -81,7 +81,7 @@ def test_the_verdict_is_by_all_that_was_measured(tmp_path):
     assert found["tone"] == "bad" and "0 improved and 40 got worse" in found["why"][0]
     worse = of_events(tmp_path, before, evaluation(3, accuracy=[0.0] * 48))["verdict"]
     assert worse["headline"].startswith("Held-out accuracy fell") and worse["tone"] == "unsure"
-    assert "lower optimizer.lr" in worse["why"][1] and "Train longer" not in worse["why"][1]
+    assert "lower optimizer.lr" in worse["why"][1] and "train longer" not in worse["why"][1]
     seen = {"trained_on": 1.0}
     found = of_events(tmp_path, before | seen, dead | seen)["verdict"]
     assert found["headline"].startswith("Trained-on pass@1 fell")

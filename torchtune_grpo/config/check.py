@@ -58,7 +58,8 @@ def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  #
     if settings is not None:
         nodes |= {"rollout.engine": settings.rollout.engine}
         with noted(problems):
-            _check_changes("evaluation.sampling", settings.evaluation.sampling)
+            changes = {"max_generated_tokens": 1, **settings.evaluation.sampling}
+            read(SamplingParams, changes, below="evaluation.sampling.")
     for name, node in nodes.items():
         if isinstance(node, (dict, DictConfig)) and isinstance(node.get("_component_"), str):
             with noted(problems):
@@ -69,14 +70,6 @@ def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  #
         for sentence in without_effect(settings):
             log.warning(f"No effect: {sentence}")
     return settings
-
-
-def _check_changes(key: str, changes: Mapping[str, object]) -> None:
-    """Check the sampling parameters that a mapping changes."""
-    try:
-        read(SamplingParams, {"max_generated_tokens": 1, **changes})
-    except ConfigError as error:
-        raise ConfigError(*(f"{key}.{problem}" for problem in error.problems)) from None
 
 
 def _with_home(key: str, value: Any) -> Any:
@@ -100,13 +93,16 @@ def _resolved(cfg: DictConfig) -> dict[str, object]:
     return {key: value for key, value in values.items() if value != "???"}
 
 
-def read(table: type[Table], values: Mapping[str, object]) -> Table:
-    """Read a table from plain values; raises a ConfigError with a sentence for each mistake."""
+def read(table: type[Table], values: Mapping[str, object], *, below: str = "") -> Table:
+    """Read a table from plain values; raises a ConfigError with a sentence for each mistake.
+
+    ``below`` stands before each key: where the config has the table.
+    """
     try:
         return table.model_validate(values)
     except ValidationError as error:
         found = [_mistakes(each, table, values) for each in _by_key(error.errors(), table)]
-    raise ConfigError(*chain(*found))
+    raise ConfigError(*(f"{below}{problem}" for problem in chain(*found)))
 
 
 def _by_key(errors: Iterable[Any], table: type[Keys]) -> list[dict[str, Any]]:

@@ -46,8 +46,6 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
     1 among zeros, it is 1 - C(n - c, k) / C(n, k).
     """
     n = len(scores)
-    if not 1 <= k <= n:
-        raise ValueError(f"k={k}: with {n} samples, give 1 to {n}.")
     subsets = comb(n, k)  # of which the i-th smallest score, from 0, is the best in C(i, k - 1)
     ranked = enumerate(sorted(scores))
     return fsum(score * (comb(i, k - 1) / subsets) for i, score in ranked if score)

@@ -127,7 +127,7 @@ class History:
     """A run as the rules see it, without numbers that are not finite; what is missing is NaN."""
 
     def __init__(self, cfg: GRPOConfig, rewards: Ranges, decider: str) -> None:
-        nodes = [{"weight": 1.0, **node} for node in cfg.rewards]
+        nodes = [{**node, "weight": float(node.get("weight", 1.0))} for node in cfg.rewards]
         self._config = OmegaConf.create({**cfg.model_dump(), "rewards": nodes})
         # Each reward's key; an environment's own has that of the environment. Of several parts
         # with one name, the first counts.
