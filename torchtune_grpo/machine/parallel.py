@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.modules import TransformerDecoder
@@ -229,16 +229,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Shard a tensor, which the first rank holds whole, if the parameter is sharded."""
-    if not isinstance(parameter, DTensor):
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    device = parameter.device
-    whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-    return distribute_tensor(whole, mesh, placements)
 
 
 def _is_distributed() -> bool:
