@@ -51,8 +51,8 @@ def init_process_group(device: torch.device, settings: DistributedConfig) -> Non
             sys.exit("torchrun is gone")
     if "RANK" in os.environ and not _is_distributed():
         # CPU tensors (metrics, random states) go over gloo, whatever the device is.
-        own = training.get_distributed_backend(device.type)
-        backend = "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+        is_cpu = device.type == "cpu"
+        backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=not is_cpu)
         dist.init_process_group(backend, timeout=timedelta(minutes=settings.timeout_minutes))
 
 
