@@ -82,6 +82,7 @@ import torchtune_grpo  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
+from torchtune_grpo.machine.device import find_device  # noqa: E402
 from torchtune_grpo.models.smollm2 import prepare  # noqa: E402
 from torchtune_grpo.monitor.record import read  # noqa: E402
 from torchtune_grpo.rollout import sample_groups  # noqa: E402
@@ -140,7 +141,7 @@ class Bench:
     """Measures the entries of one piece, each for itself, and writes them down at once."""
 
     def __init__(self, args: argparse.Namespace, file: Path) -> None:
-        self.device, self.args, self._file = torch.device(args.device), args, file
+        self.device, self.args, self._file = find_device(args.device), args, file
         self.sizes = TINY if args.tiny else REAL
         self.is_cuda = self.device.type == "cuda"
 
