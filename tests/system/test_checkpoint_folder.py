@@ -63,7 +63,7 @@ def saving(tmp_path, **settings) -> tuple[Checkpoints, torch.nn.Module]:
     }
     checkpoints = Checkpoints(saving_config(node, tmp_path / "out", **settings))
     model = llama3_2(**TINY)
-    model.load_state_dict(checkpoints.base_weights())
+    model.load_state_dict(checkpoints.base_weights(model))
     return checkpoints, model
 
 

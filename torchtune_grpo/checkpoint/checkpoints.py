@@ -85,7 +85,7 @@ class Checkpoints:
         """Note what the run is made from: files may change before the first checkpoint."""
         on_first_rank(getattr, self, "_run_config")
 
-    def base_weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+    def base_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the weights to start from, with the model's names and Hugging Face's row order."""
         return kind_of(model).read(self._checkpointer, self._node)
 

@@ -29,7 +29,7 @@ class ModelKind:
     modules = "torchtune"  # whose compute it; engines declare whose they sample
     packs_rows = True  # it takes ``Segments`` as a mask
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
 
     def shape(self) -> dict[str, int]:
@@ -62,9 +62,9 @@ class ModelKind:
                 yield whole, theirs.rpartition(".")[2], [f"{layer}{name}" for name in ours]
 
 
-def kind_of(model: nn.Module | None) -> ModelKind:
-    """Return what a model declares; None is a model of torchtune's modules."""
-    if model is None or isinstance(model, TransformerDecoder):
+def kind_of(model: nn.Module) -> ModelKind:
+    """Return what a model declares, or the kind of torchtune's modules."""
+    if isinstance(model, TransformerDecoder):
         return ModelKind(model)
     declared: ModelKind | None = getattr(model, "kind", None)
     if declared is None:
