@@ -12,7 +12,7 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.text import read_json
-from torchtune_grpo.models.families import family_of
+from torchtune_grpo.models.families import FAMILIES
 from torchtune_grpo.models.layers import reorder
 
 # torchtune's model types whose weights its checkpointers leave in Hugging Face's order of rows
@@ -56,8 +56,10 @@ class ModelKind:
 
     def peft_modules(self, names: Iterable[str], hf_config: Any) -> Iterator[PeftModule]:
         """Yield modules that may be adapted, among them all of these names."""
+        # A type that only torchtune builds has Llama's names.
+        family = FAMILIES.get(hf_config.get("model_type"), FAMILIES["llama"])
         for layer in sorted({re.match(r"(layers\.\d+\.)?", name)[0] for name in names}):  # type: ignore[index]
-            for theirs, ours in family_of(hf_config).parts.items():
+            for theirs, ours in family.parts.items():
                 whole = f"{layer and 'model.'}{layer}{theirs}"
                 yield whole, theirs.rpartition(".")[2], [f"{layer}{name}" for name in ours]
 
