@@ -262,8 +262,7 @@ def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> 
     """
     x, weight = x.detach(), weight.detach()
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        options = {} if out is None else {"out": out}
-        return torch.mm(x, weight.t(), out_dtype=torch.float32, **options)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
     if x.dtype == weight.dtype and _is_fast_bf16(weight):
         out = x.new_empty(len(x), len(weight), dtype=torch.float32) if out is None else out
         for part, columns in zip(weight.split(_PART), out.split(_PART, dim=1), strict=True):
