@@ -173,10 +173,10 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def last_lines(text: str, count: int = 4) -> str:
+def last_lines(text: str) -> str:
     """Return the end of a traceback, short enough for a line."""
     lines = [line.strip() for line in text.splitlines()]
-    return " | ".join([line for line in lines if line.strip("^~ ")][-count:])[-600:]
+    return " | ".join([line for line in lines if line.strip("^~ ")][-4:])[-600:]
 
 
 # --- Decoding -------------------------------------------------------------------------------------
@@ -529,10 +529,10 @@ def demo(bench: Bench, config: str, overrides: list[str]) -> dict[str, Any]:
 
 def tests(bench: Bench) -> None:
     """Run the tests marked ``gpu``, four at a time."""
-    bench.measure("tests", lambda: run_tests(bench))
+    bench.measure("tests", run_tests)
 
 
-def run_tests(bench: Bench) -> dict[str, Any]:
+def run_tests() -> dict[str, Any]:
     """Return pytest's last line; raises with the names of failed tests."""
     files = [str(ROOT / "tests" / name) for name in TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "4", *files]
