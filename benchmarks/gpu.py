@@ -82,6 +82,7 @@ import torchtune_grpo  # noqa: E402
 from torchtune_grpo.config.command_line import load_config  # noqa: E402
 from torchtune_grpo.config.keys import RolloutConfig, SamplingParams  # noqa: E402
 from torchtune_grpo.loss import GRPOLoss  # noqa: E402
+from torchtune_grpo.machine.device import find_device  # noqa: E402
 from torchtune_grpo.models.smollm2 import prepare  # noqa: E402
 from torchtune_grpo.monitor.record import read  # noqa: E402
 from torchtune_grpo.rollout import sample_groups  # noqa: E402
@@ -140,7 +141,7 @@ class Bench:
     """Measures the entries of one piece, each for itself, and writes them down at once."""
 
     def __init__(self, args: argparse.Namespace, file: Path) -> None:
-        self.device, self.args, self._file = torch.device(args.device), args, file
+        self.device, self.args, self._file = find_device(args.device), args, file
         self.sizes = TINY if args.tiny else REAL
         self.is_cuda = self.device.type == "cuda"
 
@@ -172,10 +173,10 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def last_lines(text: str, count: int = 4) -> str:
+def last_lines(text: str) -> str:
     """Return the end of a traceback, short enough for a line."""
     lines = [line.strip() for line in text.splitlines()]
-    return " | ".join([line for line in lines if line.strip("^~ ")][-count:])[-600:]
+    return " | ".join([line for line in lines if line.strip("^~ ")][-4:])[-600:]
 
 
 # --- Decoding -------------------------------------------------------------------------------------
@@ -528,10 +529,10 @@ def demo(bench: Bench, config: str, overrides: list[str]) -> dict[str, Any]:
 
 def tests(bench: Bench) -> None:
     """Run the tests marked ``gpu``, four at a time."""
-    bench.measure("tests", lambda: run_tests(bench))
+    bench.measure("tests", run_tests)
 
 
-def run_tests(bench: Bench) -> dict[str, Any]:
+def run_tests() -> dict[str, Any]:
     """Return pytest's last line; raises with the names of failed tests."""
     files = [str(ROOT / "tests" / name) for name in TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "4", *files]

@@ -67,7 +67,6 @@ from torchtune_grpo.training.logprobs import default_chunk_bytes
 from torchtune_grpo.training.memory import choose_passes
 from torchtune_grpo.training.mini_batches import cut
 from torchtune_grpo.training.optimizer import has_masters, later_bytes, make_optimizer
-from torchtune_grpo.training.packing import MicroBatch
 from torchtune_grpo.training.policy import empty_model
 from torchtune_grpo.trajectory import Trajectory
 
@@ -270,7 +269,13 @@ def update_bytes(cfg: GRPOConfig, *, device: torch.device) -> tuple[float, float
             gradients = 0
         chunk = default_chunk_bytes(device, tokens=len(parts[0].layout.targets))
         with attention_of(device), LiveBytes(model) as live:
-            logprobs, entropy = log_probs(model, parts[0], cfg, chunk_bytes=chunk)
+            logprobs, entropy = response_logprobs(
+                model,
+                parts[0].layout,
+                temperature=cfg.temperature,
+                entropy="gradient" if make_loss(cfg.loss).needs_entropy_gradient else "value",
+                chunk_bytes=chunk,
+            )
             (logprobs + entropy).sum().backward()
     buffers = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
     return live.peak - gradients + dequantized_bytes(cfg), sum(buffers.values())
@@ -297,7 +302,7 @@ def dequantized_bytes(cfg: GRPOConfig) -> float:
     return live.peak / 512**2 * largest
 
 
-# --- What estimate and measurement share ----------------------------------------------------------
+# --- The config's model and rows ------------------------------------------------------------------
 
 
 def default_dtype(cfg: GRPOConfig) -> Any:
@@ -312,11 +317,6 @@ def prepare(model: TransformerDecoder, cfg: GRPOConfig) -> None:
         attend_in_segments(model)
     if get_adapter_params(model):
         set_trainable_params(model, get_adapter_params(model))
-    checkpoint_layers(model, cfg)
-
-
-def checkpoint_layers(model: TransformerDecoder, cfg: GRPOConfig) -> None:
-    """Set up activation checkpointing, if the config wants it."""
     if cfg.enable_activation_checkpointing:
         layers = {modules.TransformerSelfAttentionLayer}
         training.set_activation_checkpointing(model, auto_wrap_policy=layers)
@@ -339,19 +339,6 @@ def longest_rows(cfg: GRPOConfig) -> Trajectory:
         prompt=cfg.dataset.max_prompt_tokens,
         shortest=cfg.max_generated_tokens,
         longest=cfg.max_generated_tokens,
-    )
-
-
-def log_probs(
-    model: TransformerDecoder, part: MicroBatch, cfg: GRPOConfig, **settings: Any
-) -> tuple[Tensor, Tensor]:
-    """Return log-probs [n, L] and entropy, as the recipe's update computes them."""
-    return response_logprobs(
-        model,
-        part.layout,
-        temperature=cfg.temperature,
-        entropy="gradient" if make_loss(cfg.loss).needs_entropy_gradient else "value",
-        **settings,
     )
 
 

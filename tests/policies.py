@@ -1,8 +1,5 @@
 """Models that every test can afford: two layers of many families with random weights."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torchtune.models.gemma import gemma
 from torchtune.models.llama2 import llama2
@@ -13,10 +10,8 @@ from torchtune.models.qwen2 import lora_qwen2, qwen2
 from torchtune.modules import TransformerDecoder
 from torchtune.training import set_default_dtype
 
-from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.models.layers import attend_in_segments, standardize
 from torchtune_grpo.rollout.sampling import Sampler
-from torchtune_grpo.training.policy import load_policy, make_policy
 from torchtune_grpo.trajectory import Trajectory
 
 VOCAB = 61
@@ -96,13 +91,6 @@ def build_policy(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Tra
     randomize(model)
     standardize(model)
     attend_in_segments(model)
-    return model
-
-
-def loaded_policy(cfg: GRPOConfig, weights: Mapping[str, Any]) -> TransformerDecoder:
-    """Make a config's policy with the weights of its checkpoint."""
-    model = make_policy(cfg, device=torch.device("cpu"))
-    load_policy(model, cfg, weights)
     return model
 
 

@@ -34,7 +34,6 @@ log = utils.get_logger("INFO")
 RLDATASET = "torchtune_grpo.data.RLDataset"
 DEFAULT = "hf_lora_grpo"
 _PUSH = " `torchtune-grpo push OUTPUT_DIR NAME` uploads a checkpoint."
-_ELSEWHERE = dict.fromkeys(("push", "push_to_hub"), _PUSH)  # attribute -> where that is
 _ROWS = {"dataset": "data", "eval_dataset": "eval_data"}  # key -> argument for its rows
 
 
@@ -121,7 +120,7 @@ class GRPO(AbstractContextManager["GRPO"]):
 
     def __getattr__(self, name: str) -> Any:
         known = [each for each in dir(GRPO) if not each.startswith("_")]
-        hint = _ELSEWHERE.get(name) or suggest(name, known)
+        hint = _PUSH if name in ("push", "push_to_hub") else suggest(name, known)
         raise AttributeError(f"GRPO has no {name!r}.{hint}")
 
     def _set_key(self, name: str, value: Any) -> None:

@@ -161,7 +161,7 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
     checkpoints = Checkpoints(saving_config(node, tmp_path / "out"))
     model = build(base)
     standardize(model)
-    model.load_state_dict(checkpoints.base_weights(), strict=False)
+    model.load_state_dict(checkpoints.base_weights(model), strict=False)
     start_magnitudes(model)
     generator = torch.Generator().manual_seed(5)
     for key, parameter in model.named_parameters():
@@ -180,7 +180,7 @@ def test_what_is_saved_says_the_same_in_transformers_and_peft(tmp_path, name):
     tokens = TOKENS % model.tok_embeddings.num_embeddings
     expected, restored = model(tokens), build(base)
     standardize(restored)
-    restored.load_state_dict(checkpoints.base_weights(), strict=False)
+    restored.load_state_dict(checkpoints.base_weights(restored), strict=False)
     if adapters := get_adapter_params(restored):
         set_trainable_params(restored, adapters)
     checkpoints.restore(restored, folder)

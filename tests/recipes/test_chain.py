@@ -11,7 +11,6 @@ import torch
 from checkpoints import TINY, TOKENS
 from hf_tokenizers import write_tokenizer
 from peft import PeftModel
-from policies import loaded_policy
 from runs import (
     LENGTH_REWARD,
     NO_EVALUATION,
@@ -29,6 +28,7 @@ from torchtune_grpo.checkpoint.folder import find_damage
 from torchtune_grpo.checkpoint.model_card import ModelCard
 from torchtune_grpo.config.check import read_config
 from torchtune_grpo.config.command_line import load_config
+from torchtune_grpo.training.policy import load_policy, make_policy
 
 LORA, FULL = "llama3_2_1B_lora_grpo", "llama3_2_1B_full_grpo"
 FROM_FOLDER = "hf_full_grpo"
@@ -96,7 +96,9 @@ def policy_logits(base):
     """Return the logits of the policy with which a run from a folder begins."""
     overrides = [*tiny_overrides(FROM_FOLDER, base.parent), f"model_dir={base}", "dtype=fp32"]
     cfg = read_config(load_config(FROM_FOLDER, overrides))
-    return loaded_policy(cfg, Checkpoints(cfg).base_weights()).eval()(TOKENS)
+    model = make_policy(cfg, device=torch.device("cpu"))
+    load_policy(model, cfg, Checkpoints(cfg).base_weights(model))
+    return model.eval()(TOKENS)
 
 
 def close(one, other):

@@ -63,7 +63,7 @@ def saving(tmp_path, **settings) -> tuple[Checkpoints, torch.nn.Module]:
     }
     checkpoints = Checkpoints(saving_config(node, tmp_path / "out", **settings))
     model = llama3_2(**TINY)
-    model.load_state_dict(checkpoints.base_weights())
+    model.load_state_dict(checkpoints.base_weights(model))
     return checkpoints, model
 
 
@@ -334,10 +334,6 @@ def test_a_name_that_the_hub_cannot_have_is_none(tmp_path):
         assert hub_name(tmp_path) == name
 
 
-if __name__ == "__main__":
-    save_on_a_full_disk(Path.cwd())
-
-
 @pytest.mark.parametrize("reused", [False, True])
 def test_a_lock_that_other_code_has_closed_is_not_a_deleted_folder(tmp_path, reused):
     """Even if another file has its descriptor now, which is not emptied."""
@@ -355,3 +351,7 @@ def test_a_lock_that_other_code_has_closed_is_not_a_deleted_folder(tmp_path, reu
     assert not lock.is_lost(tmp_path)
     lock.release(tmp_path)
     assert other.read_text() == "kept" and tmp_path not in lock.held()
+
+
+if __name__ == "__main__":
+    save_on_a_full_disk(Path.cwd())

@@ -241,7 +241,6 @@ def test_on_cuda_masks_are_aligned_where_the_kernel_does_not_run(
     stock, masks = F.scaled_dot_product_attention, []
 
     def attend(*args, attn_mask, **options):
-        assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
         masks.append(attn_mask)
         return stock(*args, attn_mask=attn_mask, **options)
 

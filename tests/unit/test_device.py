@@ -67,14 +67,16 @@ def test_an_old_driver_is_named_with_the_remedy(tmp_path, monkeypatch):
         assert ("`pip install --force-reinstall torch" in str(error.value)) == is_old
 
 
-def test_sums_of_bf16_products_stay_in_float32_on_cuda(monkeypatch):
+def test_a_run_on_cuda_sums_bf16_products_in_float32_and_does_without_cudnn(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(device.utils, "get_device", lambda device: torch.device(device))
     settings = torch.backends.cuda.matmul
     settings.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.enable_cudnn_sdp(True)
     device.find_device("cuda")
     assert settings.allow_bf16_reduced_precision_reduction is False
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # it makes a plan for each shape
 
 
 @pytest.mark.slow

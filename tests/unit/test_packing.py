@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies import KINDS, SHAPE, VOCAB, build_policy, loaded_policy, response_rows
+from policies import KINDS, SHAPE, VOCAB, build_policy, response_rows
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from trajectories import make_groups, make_trajectory
 
@@ -21,6 +21,7 @@ from torchtune_grpo.training import mini_batches, response_logprobs
 from torchtune_grpo.training.logprobs import Entropy, trajectory_logprobs
 from torchtune_grpo.training.mini_batches import micro_batches
 from torchtune_grpo.training.packing import packed_layout, row_layout
+from torchtune_grpo.training.policy import make_policy
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=12, max_size=12).filter(any)
 CPU = torch.device("cpu")
@@ -162,7 +163,7 @@ def test_other_attention_is_refused():
     model = {"_component_": "torchtune.models.gemma2._component_builders.gemma2"}
     cfg.model = model | SHAPE | {"head_dim": 16}
     with pytest.raises(ValueError, match="Gemma2Attention. Set pack_groups to false"):
-        loaded_policy(read_config(cfg), {})
+        make_policy(read_config(cfg), device=CPU)
 
 
 # --- Log-probs -----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torchtune_grpo.checkpoint import resume
 from torchtune_grpo.checkpoint.model_card import ModelCard
 from torchtune_grpo.config.command_line import hub_name
 from torchtune_grpo.config.keys import GRPOConfig
+from torchtune_grpo.config.text import read_json
 from torchtune_grpo.machine import lock
 from torchtune_grpo.machine.device import only_warnings
 from torchtune_grpo.machine.parallel import load_once, on_first_rank
@@ -85,7 +86,7 @@ class Checkpoints:
         """Note what the run is made from: files may change before the first checkpoint."""
         on_first_rank(getattr, self, "_run_config")
 
-    def base_weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+    def base_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the weights to start from, with the model's names and Hugging Face's row order."""
         return kind_of(model).read(self._checkpointer, self._node)
 
@@ -122,7 +123,7 @@ class Checkpoints:
         if not wanted or (wanted == "auto" and not files.all_checkpoints(self._folder)):
             return None
         checkpoint = self.newest()
-        old, new = _config_of(checkpoint), self._run_config
+        old, new = read_json(checkpoint, RUN_CONFIG_FILE, key="checkpoint"), self._run_config
         remedy = "start afresh with resume_from_checkpoint=False"
         resume.refuse_changes(old, new, resume.FIXED, checkpoint=checkpoint, remedy=remedy)
         if changed := resume.changed_keys(old, new):
@@ -137,7 +138,8 @@ class Checkpoints:
 
     def check_policy(self, checkpoint: Path) -> None:
         """Raise a ValueError if the run's policy is not the one in the checkpoint."""
-        old, new = _config_of(checkpoint), resume.run_config(self._cfg)
+        old = read_json(checkpoint, RUN_CONFIG_FILE, key="checkpoint")
+        new = resume.run_config(self._cfg)
         remedy = "look at the weights before training with --base"
         resume.refuse_changes(old, new, resume.POLICY, checkpoint=checkpoint, remedy=remedy)
 
@@ -364,10 +366,3 @@ def _check_same(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: Pat
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _config_of(checkpoint: Path) -> dict[str, object]:
-    config: dict[str, object] = json.loads(
-        (checkpoint / RUN_CONFIG_FILE).read_text(encoding="utf-8")
-    )
-    return config

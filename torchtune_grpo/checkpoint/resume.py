@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 
 from torchtune_grpo.checkpoint.folder import sha256_of
 from torchtune_grpo.config.keys import GRPOConfig
 from torchtune_grpo.config.text import flat, is_secret
-from torchtune_grpo.machine.parallel import rank, sharded_like, world_size
+from torchtune_grpo.machine.parallel import rank, world_size
 from torchtune_grpo.monitor.record import versions
 from torchtune_grpo.training.optimizer import MASTER
 
@@ -222,7 +222,8 @@ def _like_parameter(
     """Shard a whole state tensor like its parameter, and quantize it if the optimizer does."""
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
-    value = sharded_like(parameter, value)
+    value = value.to(parameter.device)
+    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
     if hasattr(optimizer, "_new_buffer") and name != MASTER:  # torchao's low-bit optimizers
         buffer = optimizer._new_buffer(parameter, signed=name == "exp_avg")
         if _is_low_bit(buffer.to_local()):

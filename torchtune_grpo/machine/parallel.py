@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.modules import TransformerDecoder
@@ -51,8 +51,8 @@ def init_process_group(device: torch.device, settings: DistributedConfig) -> Non
             sys.exit("torchrun is gone")
     if "RANK" in os.environ and not _is_distributed():
         # CPU tensors (metrics, random states) go over gloo, whatever the device is.
-        own = training.get_distributed_backend(device.type)
-        backend = "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+        is_cpu = device.type == "cpu"
+        backend = training.get_distributed_backend(device.type, offload_ops_to_cpu=not is_cpu)
         dist.init_process_group(backend, timeout=timedelta(minutes=settings.timeout_minutes))
 
 
@@ -229,16 +229,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Shard a tensor, which the first rank holds whole, if the parameter is sharded."""
-    if not isinstance(parameter, DTensor):
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    device = parameter.device
-    whole = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-    return distribute_tensor(whole, mesh, placements)
 
 
 def _is_distributed() -> bool:

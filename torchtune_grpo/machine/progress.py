@@ -83,10 +83,7 @@ class Meter(AbstractContextManager["Meter"]):
                     # Not by the log, which a plan silences.
                     print(line, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._bar.close()
         Meter._open.remove(self)
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -14,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtune_grpo.machine.device import multiplies_bf16
 
@@ -24,7 +22,6 @@ _MASK_ALIGNMENT = 16
 _LARGEST_HEAD = 256  # largest head size that flash attention takes
 _PART = 1024  # rows of a weight that are multiplied at once, to stay in a CPU's cache
 _SCORES = 1 << 16  # at most so many per head, in parts that attend together
-_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -217,11 +214,9 @@ def _attend_alone(
         if window is not None:
             mask += torch.full_like(mask, -torch.inf).tril_(m - n - window)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, hd]
-    # cuDNN takes up to a second to plan each new shape, and here nearly all are new.
-    with sdpa_kernel(_WITHOUT_CUDNN) if q.is_cuda else nullcontext():
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal
-        )
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal
+    )
     return out[0].transpose(0, 1)
 
 
@@ -267,8 +262,7 @@ def float32_product(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> 
     """
     x, weight = x.detach(), weight.detach()
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        options = {} if out is None else {"out": out}
-        return torch.mm(x, weight.t(), out_dtype=torch.float32, **options)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
     if x.dtype == weight.dtype and _is_fast_bf16(weight):
         out = x.new_empty(len(x), len(weight), dtype=torch.float32) if out is None else out
         for part, columns in zip(weight.split(_PART), out.split(_PART, dim=1), strict=True):

@@ -54,16 +54,15 @@ class TransformersKind(ModelKind):
 
     def read(self, checkpointer: Any, node: Any) -> dict[str, Tensor]:
         hf, names, folder = self._model.hf, self._model.names, checkpointer._checkpoint_dir
-        options = {"key_mapping": names} if names else {}
         try:
             with torch.device("cpu"), only_errors():
                 whole, told = type(hf).from_pretrained(
                     folder,
                     config=copy.deepcopy(hf.config),
                     dtype=hf.dtype,
+                    key_mapping=names or None,
                     local_files_only=True,
                     output_loading_info=True,
-                    **options,
                 )
         except Exception as error:  # of any type: each format has its own
             raise ValueError(

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -180,8 +179,3 @@ FAMILIES: dict[str, Family] = {
     "jais2": replace(_LAYER_NORMS, mlp=_UNGATED),
     "stablelm": replace(_LAYER_NORMS, biases=("use_qkv_bias", False, False), partial_rotation=True),
 }
-
-
-def family_of(hf_config: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json; Llama's for a type that only torchtune builds."""
-    return FAMILIES.get(hf_config.get("model_type", ""), _LLAMA)

@@ -12,7 +12,7 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from torchtune_grpo.config.text import read_json
-from torchtune_grpo.models.families import family_of
+from torchtune_grpo.models.families import FAMILIES
 from torchtune_grpo.models.layers import reorder
 
 # torchtune's model types whose weights its checkpointers leave in Hugging Face's order of rows
@@ -29,7 +29,7 @@ class ModelKind:
     modules = "torchtune"  # whose compute it; engines declare whose they sample
     packs_rows = True  # it takes ``Segments`` as a mask
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
 
     def shape(self) -> dict[str, int]:
@@ -56,15 +56,17 @@ class ModelKind:
 
     def peft_modules(self, names: Iterable[str], hf_config: Any) -> Iterator[PeftModule]:
         """Yield modules that may be adapted, among them all of these names."""
+        # A type that only torchtune builds has Llama's names.
+        family = FAMILIES.get(hf_config.get("model_type"), FAMILIES["llama"])
         for layer in sorted({re.match(r"(layers\.\d+\.)?", name)[0] for name in names}):  # type: ignore[index]
-            for theirs, ours in family_of(hf_config).parts.items():
+            for theirs, ours in family.parts.items():
                 whole = f"{layer and 'model.'}{layer}{theirs}"
                 yield whole, theirs.rpartition(".")[2], [f"{layer}{name}" for name in ours]
 
 
-def kind_of(model: nn.Module | None) -> ModelKind:
-    """Return what a model declares; None is a model of torchtune's modules."""
-    if model is None or isinstance(model, TransformerDecoder):
+def kind_of(model: nn.Module) -> ModelKind:
+    """Return what a model declares, or the kind of torchtune's modules."""
+    if isinstance(model, TransformerDecoder):
         return ModelKind(model)
     declared: ModelKind | None = getattr(model, "kind", None)
     if declared is None:
