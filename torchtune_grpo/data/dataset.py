@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import chain
 from typing import Any, Protocol, TypedDict
 
 from torch.utils.data import Dataset
@@ -173,15 +174,16 @@ class RLDataset(Dataset[Item]):
         return len(self.row_numbers)
 
     def __getitem__(self, index: int) -> Item:
-        position = range(len(self))[index]
-        while (item := self._usable(self.row_numbers[position])) is None:
-            position = (position + 1) % len(self)  # some of the first rows always can be used
-        return {
-            "index": position,
-            "tokens": [*item["tokens"]],
-            "prompt": item["prompt"],
-            "columns": {**item["columns"]},
-        }
+        start = range(len(self))[index]
+        for position in chain(range(start, len(self)), range(start)):
+            if item := self._usable(self.row_numbers[position]):
+                return {
+                    "index": position,
+                    "tokens": [*item["tokens"]],
+                    "prompt": item["prompt"],
+                    "columns": {**item["columns"]},
+                }
+        raise ValueError(f"{self._where}: no row can be used.")
 
     def _usable(self, number: int) -> Item | None:
         """Return a row's item, or None if it cannot be used, which is logged once."""
