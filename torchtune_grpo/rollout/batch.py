@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from torchtune_grpo.machine.segments import fill_parts, shared_beginning
-from torchtune_grpo.rollout.attention import GridAttention, KernelAttention
+from torchtune_grpo.rollout.attention import (
+    GridAttention,
+    KernelAttention,
+    PromptAttention,
+    ReplyAttention,
+)
 from torchtune_grpo.rollout.cache import CachedPrompt, CacheSize, GroupCache, LiveRows, Row
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
@@ -208,8 +213,7 @@ class GroupRollout:
         own = shared // KEYS_PER_TOKEN - shared  # of the beginning, each has the keys alone
         room = PREFILL_TOKENS - shared
         for part in fill_parts(prompts, size=lambda prompt: len(prompt.tokens) + own, room=room):
-            tokens, slots = [prompt.tokens for prompt in part], [prompt.slot for prompt in part]
-            logits = self._decoder.prefill(tokens, slots, self._cache)
+            logits = self._decoder.feed(PromptAttention(part, self._cache))
             for prompt, first in zip(part, logits, strict=True):
                 prompt.logits = first
         return rows
@@ -256,7 +260,7 @@ class GroupRollout:
         self._cache.grow(max(len(row.response) for row in answered))
         for rows in fill_parts(answered, size=tokens, room=PREFILL_TOKENS):
             self.transcript.give(rows)
-            logits = self._decoder.extend(rows, self._cache)
+            logits = self._decoder.feed(ReplyAttention(rows, self._cache))
             for row in rows:
                 row.begin_turn()
             where = [[row.number, row.slot, row.count - 1] for row in rows]

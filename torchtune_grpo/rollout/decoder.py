@@ -9,7 +9,7 @@ read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
@@ -31,7 +31,7 @@ from torchtune_grpo.rollout.attention import (
     ReplyAttention,
     kernel_runs,
 )
-from torchtune_grpo.rollout.cache import CacheShape, GroupCache, Row
+from torchtune_grpo.rollout.cache import CacheShape
 from torchtune_grpo.rollout.linear import KINDS, RolloutLinear
 from torchtune_grpo.rollout.sampling import bytes_per_logit
 
@@ -170,24 +170,11 @@ class NativeDecoder:
                 if module is not None:
                     yield from module.parameters()
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache
-    ) -> Tensor:
-        """Run prompts side by side, without padding, and cache their keys and values in slots.
+    def feed(self, attention: PromptAttention | ReplyAttention) -> Tensor:
+        """Run prompts or replies side by side, without padding.
 
-        The beginning that all of them share is computed once.
-        Returns [prompts, V], the logits of the token after each prompt, in float32.
+        Returns [n, V], the logits of the token after each of them, in float32.
         """
-        attention = PromptAttention(prompts, slots, cache)
-        h = self._run_layers(attention.tokens, attention)
-        return self._unembed(h[attention.ends])
-
-    def extend(self, rows: Sequence[Row], cache: GroupCache) -> Tensor:
-        """Feed answered rows their turn's last token and the reply, side by side, and cache them.
-
-        Returns [rows, V], the logits of the token after each reply, in float32.
-        """
-        attention = ReplyAttention(rows, cache)
         h = self._run_layers(attention.tokens, attention)
         return self._unembed(h[attention.ends])
 
