@@ -274,8 +274,7 @@ class GroupRollout:
         numbers, slots = torch.tensor(
             [[row.number for row in new], [row.slot for row in new]], device=self._decoder.device
         )
-        prompts = [row.prompt.tokens for row in new]
-        self.transcript.begin(prompts, slots=[row.slot for row in new])
+        self.transcript.begin(new)
         logits = torch.stack([row.prompt.logits for row in new])
         self.transcript.sample(logits, numbers=numbers, last=None, slots=slots)
         for row in new:
@@ -339,12 +338,12 @@ class Transcript:
         if params.repetition_penalty != 1:
             self._seen = buffers.take("seen", (slots, vocab), dtype=torch.bool)
 
-    def begin(self, prompts: Sequence[Sequence[int]], *, slots: Sequence[int]) -> None:
-        """Mark the prompts' tokens, and no others, as seen by the rows in these slots."""
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Mark the tokens of rows, and no others, as seen in their slots."""
         if self._seen is not None:
-            for slot, prompt in zip(slots, prompts, strict=True):
-                self._seen[slot] = False
-                self._seen[slot, list(prompt)] = True
+            for row in rows:
+                self._seen[row.slot] = False
+                self._seen[row.slot, [*row.prompt.tokens, *row.response]] = True
 
     def give(self, rows: Sequence[Row]) -> None:
         """Write rows' replies after what they have sampled; their tokens count as seen."""
@@ -359,8 +358,7 @@ class Transcript:
         self._given[at] = True
         for kept in self._logprobs:
             kept[at] = 0
-        prompts = [[*row.prompt.tokens, *row.response] for row in rows]
-        self.begin(prompts, slots=[row.slot for row in rows])
+        self.begin(rows)
 
     def swap(self, one: int, other: int) -> None:
         if self._seen is not None:

@@ -60,7 +60,7 @@ class TransformersEngine(RolloutEngine):
             vocab=self._model.tok_embeddings.num_embeddings,
             buffers=self._buffers,
         )
-        transcript.begin([row.prompt.tokens for row in rows], slots=range(len(rows)))
+        transcript.begin(rows)
         live = rows
         with gathered(self._model):
             while live and not stop():
