@@ -15,12 +15,7 @@ from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from torchtune.modules import (
-    FeedForward,
-    MultiHeadAttention,
-    TransformerDecoder,
-    TransformerSelfAttentionLayer,
-)
+from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAttentionLayer
 
 from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.models.layers import HalfRotation, UniformAttention
@@ -40,7 +35,7 @@ Attention = GridAttention | KernelAttention | PromptAttention | ReplyAttention
 
 
 def unsupported_reason(model: TransformerDecoder) -> str | None:
-    """Return what the native engine does not recognise in a model; None if it can run the model."""
+    """Return what the native engine does not recognise in a policy; None if it can run it."""
     if type(model) is not TransformerDecoder:
         return f"the model is a {type(model).__name__}"
     if model.num_output_chunks or model.output_hidden_states:
@@ -51,7 +46,7 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
         if type(layer) is not TransformerSelfAttentionLayer:
             return f"layer {index} is a {type(layer).__name__}"
         attn, mlp = layer.attn, layer.mlp
-        if type(attn) not in (MultiHeadAttention, UniformAttention) or not attn.is_causal:
+        if type(attn) is not UniformAttention or not attn.is_causal:
             return f"layer {index}'s attention is a {type(attn).__name__}"
         if type(mlp) is not FeedForward:
             return f"layer {index}'s feed-forward is a {type(mlp).__name__}"
@@ -70,7 +65,6 @@ class _Layer:
     out: RolloutLinear
     gate_up: RolloutLinear  # the gate alone where there is no "up"
     down: RolloutLinear
-    rotates_last: bool  # after the norms of queries and keys, if there are any
     window: int | None  # how many tokens one attends to, itself included; None: all
 
 
@@ -122,7 +116,6 @@ class NativeDecoder:
                 out=linear(layer.attn.output_proj),
                 gate_up=linear(layer.mlp.w1, layer.mlp.w3),
                 down=linear(layer.mlp.w2),
-                rotates_last=layer.attn.q_norm is None or type(layer.attn) is UniformAttention,
                 window=getattr(layer.attn, "window", None),
             )
             for layer in model.layers
@@ -191,10 +184,9 @@ class NativeDecoder:
         rotation_of = cache(lambda rotation: rotation.at(attention.positions))
         for index, layer in enumerate(self._layers):
             rotate, attend = None, partial(attention, index, window=layer.window)
-            table = layer.rotation.table if layer.rotates_last else None
-            if table is not None and table.shape[-1] < self.cache_shape.head_dim:
-                table = None  # the kernel rotates whole heads
-            if isinstance(attention, KernelAttention) and table is not None:
+            table = layer.rotation.table
+            is_whole = table is not None and table.shape[-1] == self.cache_shape.head_dim
+            if is_whole and isinstance(attention, KernelAttention):  # which rotates whole heads
                 attend = partial(attend, table=table)
             else:
                 rotate = rotation_of(layer.rotation)
@@ -214,12 +206,10 @@ def _run_layer(
     y = layer.qkv(module.sa_norm(h))
     heads = (y.contiguous() if y.stride(-1) != 1 else y).unflatten(-1, (-1, attn.head_dim))
     q, k, _ = heads.split([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], dim=1)
-    if rotate and not layer.rotates_last:
-        rotate(heads[:, : -attn.num_kv_heads])
     if attn.q_norm is not None:
         q.copy_(attn.q_norm(q))
         k.copy_(attn.k_norm(k))
-    if rotate and layer.rotates_last:
+    if rotate:
         rotate(heads[:, : -attn.num_kv_heads])
     h = _add(module.sa_scale, layer.out, h, attend(heads))
     x = module.mlp_norm(h)
