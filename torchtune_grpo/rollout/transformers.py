@@ -69,7 +69,8 @@ class TransformersEngine(RolloutEngine):
                     turn = _Turn(request, transcript, part, stop)
                     self._generate(turn)
                     if request.report is not None:
-                        tokens, over = sum(r.count for r in rows), sum(r.ended for r in rows)
+                        tokens = sum(row.count for row in rows)
+                        over = sum(row.ended or not row.room(request) for row in rows)
                         request.report(Progress(tokens, over, len(part), len(rows)))
                 live = _answered(request.turns, live, transcript, stop)
         return transcript.samples(
