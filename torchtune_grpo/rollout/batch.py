@@ -147,12 +147,8 @@ class GroupRollout:
         """Take the rows that have ended, or their turns, out of the live ones."""
         if not self.live:
             return []
-        ends = self.transcript.ends(
-            self.layout.numbers[: len(self.live)],
-            counts=[row.count for row in self.live],
-            begins=[row.begin for row in self.live],
-            unseen=self._poll_steps,
-        )
+        numbers = self.layout.numbers[: len(self.live)]
+        ends = self.transcript.ends(self.live, numbers, unseen=self._poll_steps)
         ended = []
         for row, length in zip(self.live, ends, strict=True):
             if length or not row.room(self._request):
@@ -263,22 +259,13 @@ class GroupRollout:
             logits = self._decoder.feed(ReplyAttention(rows, self._cache))
             for row in rows:
                 row.begin_turn()
-            where = [[row.number, row.slot, row.count - 1] for row in rows]
-            numbers, slots, last = torch.tensor(where, device=self._decoder.device).t()
-            self.transcript.sample(logits, numbers=numbers, last=last, slots=slots)
-            for row in rows:
-                row.count += 1
+            self.transcript.sample_next(rows, logits)
 
     def _sample_first(self, new: Sequence[Row]) -> None:
         """Sample the first token of new rows from their prompts' logits."""
-        numbers, slots = torch.tensor(
-            [[row.number for row in new], [row.slot for row in new]], device=self._decoder.device
-        )
         self.transcript.begin(new)
-        logits = torch.stack([row.prompt.logits for row in new])
-        self.transcript.sample(logits, numbers=numbers, last=None, slots=slots)
+        self.transcript.sample_next(new, torch.stack([row.prompt.logits for row in new]))
         for row in new:
-            row.count = 1
             if not self._waiting or self._waiting[0].prompt is not row.prompt:
                 row.prompt.logits = None
 
@@ -364,6 +351,15 @@ class Transcript:
         if self._seen is not None:
             self._seen[[one, other]] = self._seen[[other, one]]
 
+    def sample_next(self, rows: Sequence[Row], logits: Tensor) -> None:
+        """Sample the next token of rows, none or all of which have begun, from logits [n, V]."""
+        where = [[row.number, row.slot, row.count - 1] for row in rows]
+        numbers, slots, last = torch.tensor(where, device=logits.device).t()
+        has_begun = rows[0].count > 0
+        self.sample(logits, numbers=numbers, last=last if has_begun else None, slots=slots)
+        for row in rows:
+            row.count += 1
+
     def sample(
         self, logits: Tensor, *, numbers: Tensor, last: Tensor | None, slots: Tensor
     ) -> None:
@@ -389,23 +385,18 @@ class Transcript:
         if self._seen is not None:
             self._seen[slots, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
-    def ends(
-        self, numbers: Tensor, *, counts: Sequence[int], begins: Sequence[int], unseen: int
-    ) -> list[int]:
-        """Return the lengths at which the turns of rows [n] have ended, 0 for those that go on.
+    def ends(self, rows: Sequence[Row], numbers: Tensor, *, unseen: int) -> list[int]:
+        """Return the lengths at which the turns of rows have ended, 0 for those that go on.
 
-        ``counts`` are the rows' numbers of tokens, the last ``unseen`` of them still unchecked, and
-        ``begins`` the indices at which their present turns begin.
+        ``numbers`` [n] are the rows', whose last ``unseen`` tokens are still unchecked.
         """
         window = 0 if self._stop_strings is None else self._stop_strings.window
-        width = min(unseen + window, max(counts))
-        firsts = [max(count - width, begin) for count, begin in zip(counts, begins, strict=True)]
+        width = min(unseen + window, max(row.count for row in rows))
+        firsts = [max(row.count - width, row.begin) for row in rows]
         columns = torch.tensor(firsts)[:, None] + torch.arange(width)
         columns = columns.clamp_(max=self.tokens.shape[1] - 1).to(numbers.device)
         read = self.tokens[numbers[:, None], columns].tolist()
-        new = [
-            range(max(count - unseen, n), count) for count, n in zip(counts, firsts, strict=True)
-        ]
+        new = [range(max(row.count - unseen, n), row.count) for row, n in zip(rows, firsts)]
         return [self._end(*row) for row in zip(read, firsts, new, strict=True)]
 
     def _end(self, tokens: Sequence[int], first: int, new: range) -> int:

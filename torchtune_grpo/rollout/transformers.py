@@ -137,16 +137,10 @@ class _Turn:
         if not going:
             return logits
         rows, transcript = [self._rows[n] for n in going], self._transcript
-        at = torch.tensor([(n, r.number, r.slot, r.count) for n, r in zip(going, rows)])
-        index, numbers, slots, counts = at.to(logits.device).t()
-        last = None if not rows[0].count else counts - 1
-        transcript.sample(logits[index], numbers=numbers, last=last, slots=slots)
-        for row in rows:
-            row.count += 1
-        ends = transcript.ends(
-            numbers, counts=[r.count for r in rows], begins=[r.begin for r in rows], unseen=1
-        )
-        for row, length in zip(rows, ends, strict=True):
+        at = torch.tensor([(n, row.number, row.count) for n, row in zip(going, rows)])
+        index, numbers, counts = at.to(logits.device).t()
+        transcript.sample_next(rows, logits[index])
+        for row, length in zip(rows, transcript.ends(rows, numbers, unseen=1), strict=True):
             row.ended = length > 0
         drawn = transcript.tokens[numbers, counts]
         return torch.full_like(logits, -torch.inf).index_put((index, drawn), logits.new_zeros(()))
