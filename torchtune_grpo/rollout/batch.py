@@ -111,10 +111,9 @@ class GroupRollout:
                 reported = time.monotonic()
         self._remove_ended()  # since the last look, if it must stop
         self._free([*self.live, *self._paused.rows.values()])
-        return self.transcript.samples(
-            lengths=[row.count for row in self._rows],
-            truncated=[not row.ended or row.number in self._paused.rows for row in self._rows],
-        )
+        for row in self._paused.rows.values():  # without its reply
+            row.ended = False
+        return self.transcript.samples(self._rows)
 
     def replace_ended(self) -> bool:
         """Remove ended rows; answered and waiting ones take their places.
@@ -419,18 +418,19 @@ class Transcript:
         index = torch.tensor(numbers, device=self.tokens.device)
         return (~self._logprobs[0][index].isfinite()).any(dim=1).tolist()
 
-    def samples(self, *, lengths: list[int], truncated: list[bool]) -> Samples:
-        """Return all rows, cut to the longest."""
-        sampled = slice(len(lengths)), slice(max(1, *lengths))  # [N, L]
+    def samples(self, rows: Sequence[Row]) -> Samples:
+        """Return all rows, cut to the longest; those that have not ended are truncated."""
+        lengths = torch.tensor([row.count for row in rows], device=self.tokens.device)
+        truncated = torch.tensor([not row.ended for row in rows], device=self.tokens.device)
+        sampled = slice(len(rows)), slice(max(1, *(row.count for row in rows)))  # [N, L]
         responses = self.tokens[sampled].clone()
         logprobs = [kept[sampled].clone() for kept in self._logprobs]
-        ends = torch.tensor(lengths, device=responses.device)
-        of_response = length_mask(ends, responses.shape[1])
+        of_response = length_mask(lengths, responses.shape[1])
         return Samples(
             responses=responses,
-            lengths=ends,
+            lengths=lengths,
             sampled=of_response & ~self._given[sampled],
-            truncated=torch.tensor(truncated, device=self.tokens.device),
+            truncated=truncated,
             sampler_logprobs=logprobs[0],
             behaviour_logprobs=logprobs[-1],
         )

@@ -73,10 +73,7 @@ class TransformersEngine(RolloutEngine):
                         over = sum(row.ended or not row.room(request) for row in rows)
                         request.report(Progress(tokens, over, len(part), len(rows)))
                 live = _answered(request.turns, live, transcript, stop)
-        return transcript.samples(
-            lengths=[row.count for row in rows],
-            truncated=[not row.ended for row in rows],
-        )
+        return transcript.samples(rows)
 
     def check_step(self, metrics: Mapping[str, float]) -> None:
         """Raise a ValueError if padding or the cache have made another model of the policy."""
