@@ -97,7 +97,7 @@ class GRPOFullFinetuneRecipe(FTRecipeInterface):
         step.add_rollout(rows, scores, group_size=self.cfg.grpo_samples)
         step.add_numbers(rounds.metrics())
         self.run.recorder.groups.rollout(rows, scores)
-        return rows.select(kept.nonzero()[:, 0])
+        return rows.select(kept)
 
     def sample(self, prompts: PromptBatch) -> Trajectory:
         """Sample a group of responses for each prompt: [B*G] rows."""

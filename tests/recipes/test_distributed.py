@@ -229,7 +229,7 @@ def main(cfg):
     model = run._load_policy()
     reference = Reference(model)
     state = run.checkpoints.restore(model, Path(cfg.output_dir) / "step_000001")
-    copied = [*reference._copy.parameters()] if reference._copy is not None else []
+    copied = [*reference._model.parameters()] if reference._is_copy else []
     held = [own_bytes(each) for each in ([*model.parameters()], copied, state["optimizer"])]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run._prepare_passes(model, reference)

@@ -157,7 +157,7 @@ def sample_groups(kind: str, *, graphs: StepGraphs | None = None, merge: str = "
         del rollout.live[:2]
         assert rollout.replace_ended()
         launches = counted(rollout.decode)
-        samples = rollout.transcript.samples(lengths=[4] * 12, truncated=[True] * 12)
+        samples = rollout.transcript.samples(rollout._rows)
     tensors = (*decoder.tensors(), *cache.tensors(), *engine._buffers.tensors())
     assert {x.device for x in tensors} == {samples.responses.device} == {CUDA}
     assert samples.sampler_logprobs.dtype == torch.float32

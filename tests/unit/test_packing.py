@@ -40,10 +40,6 @@ def test_rows_are_selected_with_their_texts_by_index_or_mask():
         assert found == ([texts[row] for row in expected],) * 3
 
 
-def rows_of(trajectory, **way) -> list[list[int]]:
-    return [part.rows.tolist() for part in micro_batches(trajectory, **way)]
-
-
 @settings(deadline=None)
 @given(responses=LENGTHS, rows=st.integers(1, 12), pack=st.booleans(), seed=st.integers(0, 99))
 def test_a_pass_has_at_most_so_many_rows_and_every_row_is_there_once(responses, rows, pack, seed):
@@ -81,7 +77,8 @@ def test_a_pass_holds_at_most_so_many_rows_and_packs_those_of_a_prompt():
     assert cuts(1) == [[row] for row in range(8)]
     assert cuts(3, pack=False) == [[0, 1, 2], [3, 4, 5], [6, 7]]
     twice = make_groups([3], [4, 9, 1, 2])  # the same prompt twice makes two packs
-    assert sorted(rows_of(twice, group_size=2, pack=True, rows=2)) == [[0, 1], [2, 3]]
+    parts = micro_batches(twice, group_size=2, pack=True, rows=2)
+    assert sorted(part.rows.tolist() for part in parts) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(

@@ -135,24 +135,19 @@ def test_reported_logprobs_equal_recomputed_ones(options, known):
         assert torch.equal(samples.sampler_logprobs, samples.behaviour_logprobs)
 
 
-def record_with(engine: NativeEngine, record) -> None:
-    """Records each shape from its second step on, with decoding attention as one operator."""
-    decoder, _ = engine._ready()
-    decoder.has_kernel, engine._graphs = True, StepGraphs(record)
-    engine._graphs.EAGER = 1
-
-
 class HostRecorder:
     """Records an engine's steps as CUDA graphs do: kernels and addresses, nothing of the host.
 
     Recording leaves no trace; replaying runs the same kernels into the same memory. All that a step
-    reads and did not make itself has to be memory that lasts.
+    reads and did not make itself has to be memory that lasts. A shape is recorded from its second
+    step on, with decoding attention as one operator.
     """
 
     def __init__(self, engine: NativeEngine) -> None:
-        self._engine = engine
-        self.recorded = 0
-        record_with(engine, self)
+        self._engine, self.recorded = engine, 0
+        decoder, _ = engine._ready()
+        decoder.has_kernel, engine._graphs = True, StepGraphs(self)
+        engine._graphs.EAGER = 1
 
     def __call__(self, step):
         with self.recording() as replay:

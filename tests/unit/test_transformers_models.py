@@ -155,6 +155,12 @@ def test_only_an_adapter_drops_out_in_training(tmp_path):
     assert (model.train()(TOKENS) - model.eval()(TOKENS)).abs().max() > 1e-2
 
 
+def test_rows_that_reach_the_limit_are_reported_as_finished(tmp_path):
+    engine, seen = engine_of(load(hf_folder("lfm2", tmp_path)), max_rows=5), []
+    engine.generate(replace(request(max_generated_tokens=2), report=seen.append))
+    assert [now.finished for now in seen] == [5, 9] and seen[-1].rows == 9
+
+
 def test_other_engines_are_refused_by_the_modules_that_they_sample(tmp_path):
     model = load(hf_folder("lfm2", tmp_path))
     for name in ("native", "transformers"):

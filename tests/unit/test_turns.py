@@ -30,8 +30,8 @@ from rollouts import (
 from test_rollout import HostRecorder
 
 from torchtune_grpo.rollout import batch, paused
+from torchtune_grpo.rollout.attention import ReplyAttention
 from torchtune_grpo.rollout.cache import GroupCache
-from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.native import NativeEngine
 
 CASES = {
@@ -123,13 +123,13 @@ def test_answered_rows_are_fed_together(monkeypatch):
     """A pass over the few tokens of one reply costs about as much as a decoding step."""
     model = build_policy("qwen")
     asked = replace(request(random_prompts([5] * 8), group_size=4, stops=STOPS), row_limit=60)
-    fed, extend = [], NativeDecoder.extend
+    fed = []
 
-    def counted(self, rows, cache):
+    def counted(rows, cache):
         fed.append(len(rows))
-        return extend(self, rows, cache)
+        return ReplyAttention(rows, cache)
 
-    monkeypatch.setattr(NativeDecoder, "extend", counted)
+    monkeypatch.setattr(batch, "ReplyAttention", counted)
     got = native(model, reply_steps=None).generate(with_turns(asked, Scripted()))
     together, answered = len(fed), sum(fed)
     monkeypatch.setattr(paused, "LIVE_PER_ANSWERED", 10**6)

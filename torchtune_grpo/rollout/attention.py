@@ -35,26 +35,24 @@ log = utils.get_logger("INFO")
 class PromptAttention:
     """Causal attention within prompts that lie side by side; caches their keys and values.
 
-    The beginning that all prompts share comes once, before the rest of each. ``slots`` are the
-    prompts' in the cache.
+    The beginning that all prompts share comes once, before the rest of each.
     """
 
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache
-    ) -> None:
+    def __init__(self, prompts: Sequence[CachedPrompt], cache: GroupCache) -> None:
         device = cache.shape.device
-        beginning = range(shared_beginning(prompts))
-        tokens, positions = list(prompts[0][: len(beginning)]), list(beginning)
+        beginning = range(shared_beginning([prompt.tokens for prompt in prompts]))
+        tokens, positions = list(prompts[0].tokens[: len(beginning)]), list(beginning)
         parts: list[list[range]] = [[beginning]]
         cached: list[list[int]] = []  # slot, position and token of each key and value
-        for prompt, slot in zip(prompts, slots, strict=True):
-            rest = range(len(tokens), len(tokens) + len(prompt) - len(beginning))
-            tokens += prompt[len(beginning) :]
-            positions += range(len(beginning), len(prompt))
+        for prompt in prompts:
+            rest = range(len(tokens), len(tokens) + len(prompt.tokens) - len(beginning))
+            tokens += prompt.tokens[len(beginning) :]
+            positions += range(len(beginning), len(prompt.tokens))
             parts.append([beginning, rest])
-            cached += ([slot, at, token] for at, token in enumerate([*beginning, *rest]))
+            cached += ([prompt.slot, at, token] for at, token in enumerate([*beginning, *rest]))
         self.tokens, self.positions = torch.tensor([tokens, positions], device=device)  # [S] each
         self.ends = torch.tensor([rest[-1] for _, rest in parts[1:]], device=device)  # [prompts]
+        slots = [prompt.slot for prompt in prompts]
         self._cache, self._fresh = cache, torch.tensor(slots, device=device)
         self._slots, self._columns, self._of = torch.tensor(cached, device=device).t()
         self._segments = Segments.from_ranges(parts, device=device)

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from torchtune_grpo.machine.segments import fill_parts, shared_beginning
-from torchtune_grpo.rollout.attention import GridAttention, KernelAttention
+from torchtune_grpo.rollout.attention import (
+    GridAttention,
+    KernelAttention,
+    PromptAttention,
+    ReplyAttention,
+)
 from torchtune_grpo.rollout.cache import CachedPrompt, CacheSize, GroupCache, LiveRows, Row
 from torchtune_grpo.rollout.decoder import NativeDecoder
 from torchtune_grpo.rollout.graphs import Buffers, StepGraphs
@@ -106,10 +111,9 @@ class GroupRollout:
                 reported = time.monotonic()
         self._remove_ended()  # since the last look, if it must stop
         self._free([*self.live, *self._paused.rows.values()])
-        return self.transcript.samples(
-            lengths=[row.count for row in self._rows],
-            truncated=[not row.ended or row.number in self._paused.rows for row in self._rows],
-        )
+        for row in self._paused.rows.values():  # without its reply
+            row.ended = False
+        return self.transcript.samples(self._rows)
 
     def replace_ended(self) -> bool:
         """Remove ended rows; answered and waiting ones take their places.
@@ -142,12 +146,8 @@ class GroupRollout:
         """Take the rows that have ended, or their turns, out of the live ones."""
         if not self.live:
             return []
-        ends = self.transcript.ends(
-            self.layout.numbers[: len(self.live)],
-            counts=[row.count for row in self.live],
-            begins=[row.begin for row in self.live],
-            unseen=self._poll_steps,
-        )
+        numbers = self.layout.numbers[: len(self.live)]
+        ends = self.transcript.ends(self.live, numbers, unseen=self._poll_steps)
         ended = []
         for row, length in zip(self.live, ends, strict=True):
             if length or not row.room(self._request):
@@ -208,8 +208,7 @@ class GroupRollout:
         own = shared // KEYS_PER_TOKEN - shared  # of the beginning, each has the keys alone
         room = PREFILL_TOKENS - shared
         for part in fill_parts(prompts, size=lambda prompt: len(prompt.tokens) + own, room=room):
-            tokens, slots = [prompt.tokens for prompt in part], [prompt.slot for prompt in part]
-            logits = self._decoder.prefill(tokens, slots, self._cache)
+            logits = self._decoder.feed(PromptAttention(part, self._cache))
             for prompt, first in zip(part, logits, strict=True):
                 prompt.logits = first
         return rows
@@ -256,26 +255,16 @@ class GroupRollout:
         self._cache.grow(max(len(row.response) for row in answered))
         for rows in fill_parts(answered, size=tokens, room=PREFILL_TOKENS):
             self.transcript.give(rows)
-            logits = self._decoder.extend(rows, self._cache)
+            logits = self._decoder.feed(ReplyAttention(rows, self._cache))
             for row in rows:
                 row.begin_turn()
-            where = [[row.number, row.slot, row.count - 1] for row in rows]
-            numbers, slots, last = torch.tensor(where, device=self._decoder.device).t()
-            self.transcript.sample(logits, numbers=numbers, last=last, slots=slots)
-            for row in rows:
-                row.count += 1
+            self.transcript.sample_next(rows, logits)
 
     def _sample_first(self, new: Sequence[Row]) -> None:
         """Sample the first token of new rows from their prompts' logits."""
-        numbers, slots = torch.tensor(
-            [[row.number for row in new], [row.slot for row in new]], device=self._decoder.device
-        )
-        prompts = [row.prompt.tokens for row in new]
-        self.transcript.begin(prompts, slots=[row.slot for row in new])
-        logits = torch.stack([row.prompt.logits for row in new])
-        self.transcript.sample(logits, numbers=numbers, last=None, slots=slots)
+        self.transcript.begin(new)
+        self.transcript.sample_next(new, torch.stack([row.prompt.logits for row in new]))
         for row in new:
-            row.count = 1
             if not self._waiting or self._waiting[0].prompt is not row.prompt:
                 row.prompt.logits = None
 
@@ -335,12 +324,12 @@ class Transcript:
         if params.repetition_penalty != 1:
             self._seen = buffers.take("seen", (slots, vocab), dtype=torch.bool)
 
-    def begin(self, prompts: Sequence[Sequence[int]], *, slots: Sequence[int]) -> None:
-        """Mark the prompts' tokens, and no others, as seen by the rows in these slots."""
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Mark the tokens of rows, and no others, as seen in their slots."""
         if self._seen is not None:
-            for slot, prompt in zip(slots, prompts, strict=True):
-                self._seen[slot] = False
-                self._seen[slot, list(prompt)] = True
+            for row in rows:
+                self._seen[row.slot] = False
+                self._seen[row.slot, [*row.prompt.tokens, *row.response]] = True
 
     def give(self, rows: Sequence[Row]) -> None:
         """Write rows' replies after what they have sampled; their tokens count as seen."""
@@ -355,12 +344,20 @@ class Transcript:
         self._given[at] = True
         for kept in self._logprobs:
             kept[at] = 0
-        prompts = [[*row.prompt.tokens, *row.response] for row in rows]
-        self.begin(prompts, slots=[row.slot for row in rows])
+        self.begin(rows)
 
     def swap(self, one: int, other: int) -> None:
         if self._seen is not None:
             self._seen[[one, other]] = self._seen[[other, one]]
+
+    def sample_next(self, rows: Sequence[Row], logits: Tensor) -> None:
+        """Sample the next token of rows, none or all of which have begun, from logits [n, V]."""
+        where = [[row.number, row.slot, row.count - 1] for row in rows]
+        numbers, slots, last = torch.tensor(where, device=logits.device).t()
+        has_begun = rows[0].count > 0
+        self.sample(logits, numbers=numbers, last=last if has_begun else None, slots=slots)
+        for row in rows:
+            row.count += 1
 
     def sample(
         self, logits: Tensor, *, numbers: Tensor, last: Tensor | None, slots: Tensor
@@ -387,23 +384,18 @@ class Transcript:
         if self._seen is not None:
             self._seen[slots, tokens] = torch.ones_like(tokens, dtype=torch.bool)
 
-    def ends(
-        self, numbers: Tensor, *, counts: Sequence[int], begins: Sequence[int], unseen: int
-    ) -> list[int]:
-        """Return the lengths at which the turns of rows [n] have ended, 0 for those that go on.
+    def ends(self, rows: Sequence[Row], numbers: Tensor, *, unseen: int) -> list[int]:
+        """Return the lengths at which the turns of rows have ended, 0 for those that go on.
 
-        ``counts`` are the rows' numbers of tokens, the last ``unseen`` of them still unchecked, and
-        ``begins`` the indices at which their present turns begin.
+        ``numbers`` [n] are the rows', whose last ``unseen`` tokens are still unchecked.
         """
         window = 0 if self._stop_strings is None else self._stop_strings.window
-        width = min(unseen + window, max(counts))
-        firsts = [max(count - width, begin) for count, begin in zip(counts, begins, strict=True)]
+        width = min(unseen + window, max(row.count for row in rows))
+        firsts = [max(row.count - width, row.begin) for row in rows]
         columns = torch.tensor(firsts)[:, None] + torch.arange(width)
         columns = columns.clamp_(max=self.tokens.shape[1] - 1).to(numbers.device)
         read = self.tokens[numbers[:, None], columns].tolist()
-        new = [
-            range(max(count - unseen, n), count) for count, n in zip(counts, firsts, strict=True)
-        ]
+        new = [range(max(row.count - unseen, n), row.count) for row, n in zip(rows, firsts)]
         return [self._end(*row) for row in zip(read, firsts, new, strict=True)]
 
     def _end(self, tokens: Sequence[int], first: int, new: range) -> int:
@@ -426,18 +418,19 @@ class Transcript:
         index = torch.tensor(numbers, device=self.tokens.device)
         return (~self._logprobs[0][index].isfinite()).any(dim=1).tolist()
 
-    def samples(self, *, lengths: list[int], truncated: list[bool]) -> Samples:
-        """Return all rows, cut to the longest."""
-        sampled = slice(len(lengths)), slice(max(1, *lengths))  # [N, L]
+    def samples(self, rows: Sequence[Row]) -> Samples:
+        """Return all rows, cut to the longest; those that have not ended are truncated."""
+        lengths = torch.tensor([row.count for row in rows], device=self.tokens.device)
+        truncated = torch.tensor([not row.ended for row in rows], device=self.tokens.device)
+        sampled = slice(len(rows)), slice(max(1, *(row.count for row in rows)))  # [N, L]
         responses = self.tokens[sampled].clone()
         logprobs = [kept[sampled].clone() for kept in self._logprobs]
-        ends = torch.tensor(lengths, device=responses.device)
-        of_response = length_mask(ends, responses.shape[1])
+        of_response = length_mask(lengths, responses.shape[1])
         return Samples(
             responses=responses,
-            lengths=ends,
+            lengths=lengths,
             sampled=of_response & ~self._given[sampled],
-            truncated=torch.tensor(truncated, device=self.tokens.device),
+            truncated=truncated,
             sampler_logprobs=logprobs[0],
             behaviour_logprobs=logprobs[-1],
         )

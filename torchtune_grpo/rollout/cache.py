@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtune_grpo.rollout.graphs import Buffers
 from torchtune_grpo.rollout.linear import FEW_ROWS
@@ -86,14 +87,27 @@ class GroupCache:
 
     def reserve(self, size: CacheSize) -> None:
         """Reserve room; tensors that are large enough, but not more than twice that, are kept."""
-        _grow(self.prompts, size.prompts, size.prompt_width, self.shape, keep=False)
-        _grow(self.rows, size.rows, size.width, self.shape, keep=False)
+        self._reserve(self.prompts, size.prompts, size.prompt_width)
+        self._reserve(self.rows, size.rows, size.width)
+
+    def _reserve(self, caches: list[Tensor], count: int, width: int) -> None:
+        if caches:
+            _, kept_count, _, kept_width, _ = caches[-1].shape  # the last one to grow
+            if count <= kept_count <= 2 * count and width <= kept_width:
+                return
+        caches.clear()  # freed before the new ones are made
+        shape = self.shape
+        size = (2, count, shape.kv_heads, width, shape.head_dim)
+        caches += [
+            torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.layers)
+        ]
 
     def grow(self, width: int) -> None:
         """Make room for ``width`` response tokens, rounded up to whole blocks."""
-        if width > self.rows[0].shape[3]:
-            rows = self.rows[0].shape[1]
-            _grow(self.rows, rows, self.rounded(width), self.shape, keep=True)
+        more = self.rounded(width) - self.rows[-1].shape[3]
+        if more > 0:
+            for layer, rows in enumerate(self.rows):
+                self.rows[layer] = F.pad(rows, (0, 0, 0, more))
 
     def tensors(self) -> list[Tensor]:
         return self.prompts + self.rows
@@ -107,23 +121,6 @@ class GroupCache:
         """Zero a row: masked values have to be finite, too, since 0 * nan is nan."""
         for cached in self.rows:
             cached[:, slot] = 0
-
-
-def _grow(caches: list[Tensor], count: int, width: int, shape: CacheShape, *, keep: bool) -> None:
-    none = torch.empty(2, 0, 0, 0, 0)
-    if not caches:
-        caches.extend([none] * shape.layers)
-    size = (2, count, shape.kv_heads, width, shape.head_dim)
-    for layer, old in enumerate(caches):
-        fits = all(have >= want for have, want in zip(old.shape, size, strict=True))
-        if fits and (keep or old.shape[1] <= 2 * count):
-            continue
-        if not keep:
-            caches[layer] = old = none  # freed before the new one is made
-        new = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        if keep:
-            new[:, :, :, : old.shape[3]] = old
-        caches[layer] = new
 
 
 @dataclass(eq=False)

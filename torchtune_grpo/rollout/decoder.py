@@ -9,18 +9,13 @@ read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from torchtune.modules import (
-    FeedForward,
-    MultiHeadAttention,
-    TransformerDecoder,
-    TransformerSelfAttentionLayer,
-)
+from torchtune.modules import FeedForward, TransformerDecoder, TransformerSelfAttentionLayer
 
 from torchtune_grpo.config.keys import SamplingParams
 from torchtune_grpo.models.layers import HalfRotation, UniformAttention
@@ -31,7 +26,7 @@ from torchtune_grpo.rollout.attention import (
     ReplyAttention,
     kernel_runs,
 )
-from torchtune_grpo.rollout.cache import CacheShape, GroupCache, Row
+from torchtune_grpo.rollout.cache import CacheShape
 from torchtune_grpo.rollout.linear import KINDS, RolloutLinear
 from torchtune_grpo.rollout.sampling import bytes_per_logit
 
@@ -40,7 +35,7 @@ Attention = GridAttention | KernelAttention | PromptAttention | ReplyAttention
 
 
 def unsupported_reason(model: TransformerDecoder) -> str | None:
-    """Return what the native engine does not recognise in a model; None if it can run the model."""
+    """Return what the native engine does not recognise in a policy; None if it can run it."""
     if type(model) is not TransformerDecoder:
         return f"the model is a {type(model).__name__}"
     if model.num_output_chunks or model.output_hidden_states:
@@ -51,7 +46,7 @@ def unsupported_reason(model: TransformerDecoder) -> str | None:
         if type(layer) is not TransformerSelfAttentionLayer:
             return f"layer {index} is a {type(layer).__name__}"
         attn, mlp = layer.attn, layer.mlp
-        if type(attn) not in (MultiHeadAttention, UniformAttention) or not attn.is_causal:
+        if type(attn) is not UniformAttention or not attn.is_causal:
             return f"layer {index}'s attention is a {type(attn).__name__}"
         if type(mlp) is not FeedForward:
             return f"layer {index}'s feed-forward is a {type(mlp).__name__}"
@@ -70,7 +65,6 @@ class _Layer:
     out: RolloutLinear
     gate_up: RolloutLinear  # the gate alone where there is no "up"
     down: RolloutLinear
-    rotates_last: bool  # after the norms of queries and keys, if there are any
     window: int | None  # how many tokens one attends to, itself included; None: all
 
 
@@ -122,7 +116,6 @@ class NativeDecoder:
                 out=linear(layer.attn.output_proj),
                 gate_up=linear(layer.mlp.w1, layer.mlp.w3),
                 down=linear(layer.mlp.w2),
-                rotates_last=layer.attn.q_norm is None or type(layer.attn) is UniformAttention,
                 window=getattr(layer.attn, "window", None),
             )
             for layer in model.layers
@@ -170,24 +163,11 @@ class NativeDecoder:
                 if module is not None:
                     yield from module.parameters()
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], slots: list[int], cache: GroupCache
-    ) -> Tensor:
-        """Run prompts side by side, without padding, and cache their keys and values in slots.
+    def feed(self, attention: PromptAttention | ReplyAttention) -> Tensor:
+        """Run prompts or replies side by side, without padding.
 
-        The beginning that all of them share is computed once.
-        Returns [prompts, V], the logits of the token after each prompt, in float32.
+        Returns [n, V], the logits of the token after each of them, in float32.
         """
-        attention = PromptAttention(prompts, slots, cache)
-        h = self._run_layers(attention.tokens, attention)
-        return self._unembed(h[attention.ends])
-
-    def extend(self, rows: Sequence[Row], cache: GroupCache) -> Tensor:
-        """Feed answered rows their turn's last token and the reply, side by side, and cache them.
-
-        Returns [rows, V], the logits of the token after each reply, in float32.
-        """
-        attention = ReplyAttention(rows, cache)
         h = self._run_layers(attention.tokens, attention)
         return self._unembed(h[attention.ends])
 
@@ -204,10 +184,9 @@ class NativeDecoder:
         rotation_of = cache(lambda rotation: rotation.at(attention.positions))
         for index, layer in enumerate(self._layers):
             rotate, attend = None, partial(attention, index, window=layer.window)
-            table = layer.rotation.table if layer.rotates_last else None
-            if table is not None and table.shape[-1] < self.cache_shape.head_dim:
-                table = None  # the kernel rotates whole heads
-            if isinstance(attention, KernelAttention) and table is not None:
+            table = layer.rotation.table
+            is_whole = table is not None and table.shape[-1] == self.cache_shape.head_dim
+            if is_whole and isinstance(attention, KernelAttention):  # which rotates whole heads
                 attend = partial(attend, table=table)
             else:
                 rotate = rotation_of(layer.rotation)
@@ -227,12 +206,10 @@ def _run_layer(
     y = layer.qkv(module.sa_norm(h))
     heads = (y.contiguous() if y.stride(-1) != 1 else y).unflatten(-1, (-1, attn.head_dim))
     q, k, _ = heads.split([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], dim=1)
-    if rotate and not layer.rotates_last:
-        rotate(heads[:, : -attn.num_kv_heads])
     if attn.q_norm is not None:
         q.copy_(attn.q_norm(q))
         k.copy_(attn.k_norm(k))
-    if rotate and layer.rotates_last:
+    if rotate:
         rotate(heads[:, : -attn.num_kv_heads])
     h = _add(module.sa_scale, layer.out, h, attend(heads))
     x = module.mlp_norm(h)

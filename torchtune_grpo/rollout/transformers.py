@@ -60,7 +60,7 @@ class TransformersEngine(RolloutEngine):
             vocab=self._model.tok_embeddings.num_embeddings,
             buffers=self._buffers,
         )
-        transcript.begin([row.prompt.tokens for row in rows], slots=range(len(rows)))
+        transcript.begin(rows)
         live = rows
         with gathered(self._model):
             while live and not stop():
@@ -69,13 +69,11 @@ class TransformersEngine(RolloutEngine):
                     turn = _Turn(request, transcript, part, stop)
                     self._generate(turn)
                     if request.report is not None:
-                        tokens, over = sum(r.count for r in rows), sum(r.ended for r in rows)
+                        tokens = sum(row.count for row in rows)
+                        over = sum(row.ended or not row.room(request) for row in rows)
                         request.report(Progress(tokens, over, len(part), len(rows)))
                 live = _answered(request.turns, live, transcript, stop)
-        return transcript.samples(
-            lengths=[row.count for row in rows],
-            truncated=[not row.ended for row in rows],
-        )
+        return transcript.samples(rows)
 
     def check_step(self, metrics: Mapping[str, float]) -> None:
         """Raise a ValueError if padding or the cache have made another model of the policy."""
@@ -136,16 +134,10 @@ class _Turn:
         if not going:
             return logits
         rows, transcript = [self._rows[n] for n in going], self._transcript
-        at = torch.tensor([(n, r.number, r.slot, r.count) for n, r in zip(going, rows)])
-        index, numbers, slots, counts = at.to(logits.device).t()
-        last = None if not rows[0].count else counts - 1
-        transcript.sample(logits[index], numbers=numbers, last=last, slots=slots)
-        for row in rows:
-            row.count += 1
-        ends = transcript.ends(
-            numbers, counts=[r.count for r in rows], begins=[r.begin for r in rows], unseen=1
-        )
-        for row, length in zip(rows, ends, strict=True):
+        at = torch.tensor([(n, row.number, row.count) for n, row in zip(going, rows)])
+        index, numbers, counts = at.to(logits.device).t()
+        transcript.sample_next(rows, logits[index])
+        for row, length in zip(rows, transcript.ends(rows, numbers, unseen=1), strict=True):
             row.ended = length > 0
         drawn = transcript.tokens[numbers, counts]
         return torch.full_like(logits, -torch.inf).index_put((index, drawn), logits.new_zeros(()))

@@ -19,18 +19,16 @@ class Reference:
     """The policy, just loaded, as it stays: without its adapters, or a copy if it has none."""
 
     def __init__(self, policy: TransformerDecoder) -> None:
-        self._policy, self._copy = policy, None
-        if not get_adapter_params(policy):
-            self._copy = copy.deepcopy(policy).requires_grad_(False).eval()
+        self._model, self._is_copy = policy, not get_adapter_params(policy)
+        if self._is_copy:
+            self._model = copy.deepcopy(policy).requires_grad_(False).eval()
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
         """Log-probs [N, L]; see ``trajectory_logprobs``."""
-        if self._copy is not None:
-            return trajectory_logprobs(self._copy, micro_batches, temperature=temperature)
-        with disable_adapter(self._policy):
-            return trajectory_logprobs(self._policy, micro_batches, temperature=temperature)
+        with disable_adapter(self._model):
+            return trajectory_logprobs(self._model, micro_batches, temperature=temperature)
 
     def shard(self, *, device: torch.device) -> None:
         """Shard the copy, if there is one; see ``torchtune_grpo.machine.parallel.shard``."""
-        if self._copy is not None:
-            parallel.shard(self._copy, device=device)
+        if self._is_copy:
+            parallel.shard(self._model, device=device)
