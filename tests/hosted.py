@@ -235,7 +235,3 @@ class TrlStep:
         """
         self.at += 1
         return f"{direction} {self.at}"
-
-    def reset_score(self) -> str:
-        """Resets the score."""
-        return "0"

@@ -239,7 +239,7 @@ def test_an_object_that_is_lost_says_why_again(actors):
     """Rewards that raise are called again, and may ask an environment that was late."""
     server = ObjectServer()
     given = {"prompts": [""], "completions": ["sleep"]}
-    late = RemoteObject(server, Function.load, "actors.Actor", {"folder": ""}, True, timeout=0.5)
+    late = RemoteObject(server, Function, "actors.Actor", {"folder": ""}, True, timeout=0.5)
     for _ in range(2):
         with pytest.raises(ObjectLost, match="no answer within 0.5 s"):
             late.call("call", None, given)

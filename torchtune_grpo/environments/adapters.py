@@ -2,7 +2,7 @@
 
 An adapter lives with its user's object in a process of its own (sandbox/remote.py). It knows
 everything about the protocol, and all that it takes and returns is plain data. What the user's code
-raises becomes a ``UserCodeError``.
+raises becomes an ``ObjectError``.
 """
 
 from __future__ import annotations
@@ -46,20 +46,14 @@ class Reply(NamedTuple):
     failed_calls: int = 0
 
 
-class UserCodeError(ObjectError):
-    """An error of a user's method: its name, what it raised, and the user's file and line."""
-
-
 @contextmanager
 def naming(method: str, function: Callable[..., object]) -> Iterator[None]:
-    """Turn what a method raises, even SystemExit, into a UserCodeError."""
+    """Turn what a method raises, even SystemExit, into an ObjectError with the user's line."""
     try:
         yield
-    except UserCodeError:
-        raise
     except BaseException as error:
         place = place_of(error, function)
-        raise UserCodeError(f"{method}() raised {describe(error)}{place}") from error
+        raise ObjectError(f"{method}() raised {describe(error)}{place}") from error
 
 
 class Adapter:

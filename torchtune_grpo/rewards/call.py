@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -161,25 +160,18 @@ def call_all(rewards: Sequence[Reward], batch: Batch) -> dict[str, Outcome]:
     Returns outcomes by name: rewards of the same name have scored different rows.
     """
     rows = [batch.rows_of(reward) for reward in rewards]
-    parts = [Outcome(0) for _ in rewards]
 
-    def call(number: int) -> None:
-        if rows[number]:
-            parts[number] = _call_reward(rewards[number], batch.select(rows[number]))
+    def call(number: int) -> Outcome:
+        own = batch.select(rows[number])
+        return _call_reward(rewards[number], own) if rows[number] else Outcome(0)
 
-    waiting = [number for number, reward in enumerate(rewards) if reward.is_async]
-    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in waiting]
-    for thread in threads:
-        thread.start()
-    for number in range(len(rewards)):
-        if number not in waiting:
-            call(number)
-    for thread in threads:
-        thread.join()
-    count = len(batch.completions)
+    numbers, count = range(len(rewards)), len(batch.completions)
+    begun = {n: loop.in_thread(call, n) for n in numbers if rewards[n].is_async}
+    parts = {n: call(n) for n in numbers if n not in begun}
+    parts |= {n: each.result() for n, each in begun.items()}
     outcomes = {reward.name: Outcome(count, [None] * count) for reward in rewards}
-    for reward, own, part in zip(rewards, rows, parts, strict=True):
-        outcomes[reward.name].fill(own, part)
+    for number, reward in enumerate(rewards):
+        outcomes[reward.name].fill(rows[number], parts[number])
     return outcomes
 
 

@@ -12,6 +12,7 @@ _PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3")
 _BEFORE = r"(?P<before>[ \t>]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?(?:</?\w+>[ \t]*)*)"
 _TEXT_BEFORE = rf"[^`\n]*[^`\n](?=```(?:{'|'.join(_PYTHON)})[ \t]*$)"
 _FENCE = re.compile(rf"(?:{_BEFORE}|{_TEXT_BEFORE})(?P<fence>```+|~~~+)(?P<info>[^`\n]*)")
+_QUOTATION = re.compile(r"^[ \t]*>[ ]?")
 _LANGUAGE = re.compile(r"[ \t]*[{.]{0,2}([A-Za-z0-9_+-]*)")
 _GLUED = re.compile(r"(?<=[\w)\]}\"'])```[ \t]*$", re.MULTILINE)  # return x```
 _BRACKETS = re.compile(r"\[/?(?:PYTHON|BEGIN|DONE)\]")  # as in the prompts of MBPP and Code Llama
@@ -32,9 +33,6 @@ _STATEMENT = re.compile(rf"[ \t#]|$|(?:{_KEYWORDS})\b|[^=(]*[=(]")  # or a part 
 _PROSE = re.compile(
     rf"(?!(?:{_KEYWORDS})\b)[A-Z]?[a-z']+,? (?!{_KEYWORDS}\b)\w|[-*] |\*\*|[0-9]+\. "
 )
-
-
-_QUOTATION = re.compile(r"^[ \t]*>[ ]?")
 
 
 class Block(NamedTuple):
@@ -77,9 +75,7 @@ def _blocks(text: str) -> list[Block]:
         searches += searched
         language = _LANGUAGE.match(opened["info"])[1].lower()  # type: ignore[index]  # matches all
         if language in ("", *_PYTHON):
-            inner = lines[at:end]
-            if before := opened["before"]:
-                inner = [*_unwrapped(inner, before)]
+            inner = _unwrapped(lines[at:end], opened["before"] or "")
             code = "\n".join([*inner, ""])
             blocks.append(Block(code, named=language != "", closed=end < len(lines)))
         at = end + 1
@@ -162,7 +158,8 @@ def extract_program(text: str, *, setup: str, entry_point: str | None) -> str:
     def is_helper(code: str) -> bool:
         if not entry_point or defines(code) or _use_of(entry_point).search(code):
             return False
-        return _only_defines(code)
+        margin = [line for line in code.split("\n") if line[:1].strip()]
+        return all(map(_DEFINING.match, margin))
 
     for part in dict.fromkeys([answer, tail]):
         blocks = _blocks(part)
@@ -205,8 +202,3 @@ def _code_of(text: str) -> str:
             return "\n".join(lines[start:number])
         quote = _open_string(lines[number], quote)
     return "\n".join(lines[start:])
-
-
-def _only_defines(code: str) -> bool:
-    margin = [line for line in code.split("\n") if line[:1].strip()]
-    return all(map(_DEFINING.match, margin))

@@ -118,7 +118,7 @@ class FunctionWorker:
     ) -> None:
         self._path, self._server = path, ObjectServer()
         made_of = (path, dict(arguments or {}), makes)
-        self._new = partial(RemoteObject, self._server, Function.load, *made_of, timeout=timeout)
+        self._new = partial(RemoteObject, self._server, Function, *made_of, timeout=timeout)
         self._remote: RemoteObject | None = None
 
     def __call__(self, seed: int | None = None, /, **arguments: Any) -> Any:

@@ -22,17 +22,16 @@ Wait = Callable[[Any], Any]  # returns what an awaitable gives, and any other va
 
 
 class Function:
-    """A function, and what its calls report beside their result."""
+    """A function, and what its calls report beside their result.
 
-    def __init__(self, function: Callable[..., object], wait: Wait) -> None:
-        self._function, self._wait = function, wait
+    If ``path`` ``makes`` the function, as a class does, ``arguments`` are for making it, else for
+    each call.
+    """
 
-    @classmethod
-    def load(cls, path: str, arguments: Mapping[str, object], makes: bool, wait: Wait) -> Function:
-        """Load the function; if it ``makes`` the one to call, ``arguments`` are for making it."""
+    def __init__(self, path: str, arguments: Mapping[str, object], makes: bool, wait: Wait) -> None:
         with _telling():
-            function = partial(_named(path), **arguments)
-            return cls(function() if makes else function, wait)
+            function: Any = partial(_named(path), **arguments)
+            self._function, self._wait = function() if makes else function, wait
 
     def call(self, seed: int | None, arguments: dict[str, object]) -> object:
         """Return what it has ``returned``, and what it has logged, as plain data."""
