@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_grpo.rewards import (
@@ -38,6 +38,7 @@ def make_set(*, total_weight=0.99):
     return RewardSet([Reward("correctness", math_correctness_reward), *rewards])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(texts, st.integers(0, 20)), min_size=1, max_size=8))
 def test_no_wrong_answer_is_paid_like_a_right_one(rows):
     """Over whatever texts and lengths: the worst right answer beats the best wrong one."""

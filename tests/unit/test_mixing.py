@@ -197,10 +197,9 @@ def short(dataset):
         ([only(MATH, "sums"), only(MATH, "words", weight=2)], r"rewards\[1\].name='right': used"),
         ([only(MATH, "sums"), only(CODE, "sums")], r"rewards\[1\].name='right': used twice; give"),
         ([only(MATH, "sums"), {**MATH, "name": "right"}], r"rewards\[1\].name='right': used twice"),
-        (
-            [only(MATH, "sums"), short("sums")],
-            "rewards: together short 1.5 can outweigh what makes",
-        ),
+        ([only(MATH, ["sums", "words"]), only(CODE, ["words"])], "'right': used twice"),
+        ([only(MATH, "sums"), short("sums")], "rewards: together short 1.5 can outweigh what ma"),
+        ([only(MATH, ["sums", "words"]), short("sums")], "rewards: together short 1.5 can outwe"),
     ],
 )
 def test_a_reward_that_scores_no_row_or_the_rows_of_another_is_named(nodes, message):

@@ -17,7 +17,7 @@ from pydantic import Field
 from torchtune_grpo.config.check import load_component, read
 from torchtune_grpo.config.command_line import extend_import_path
 from torchtune_grpo.config.keys import Float, Keys, PositiveFloat, Text
-from torchtune_grpo.config.text import ConfigError, describe, suggest
+from torchtune_grpo.config.text import describe, suggest
 from torchtune_grpo.data.chat import GIVEN
 from torchtune_grpo.rewards.workers import MAX_WORKERS, FunctionWorker, WorkerPool
 from torchtune_grpo.trajectory import Completion, Prompt
@@ -48,6 +48,7 @@ class Reward:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
         reads = getattr(declared, "reads", None)
         self.format = self.format or (reads if reads in get_args(Format) else None)
+        self._wanted = {n: v if isinstance(v, list) else [v] for n, v in self.only.items()}
         # Whether it tells right answers from wrong ones: they score at least 1 more.
         self.decides: bool = getattr(declared, "decides", False)
         # Its lowest and its highest value.
@@ -127,9 +128,22 @@ class Reward:
 
     def applies_to(self, row: Mapping[str, object]) -> bool:
         """Whether it scores answers to a row with these columns, as far as ``only`` says."""
+        return all(row.get(name) in values for name, values in self._wanted.items())
+
+    def covers(self, other: Reward) -> bool:
+        """Whether ``only`` has it score every row that another reward scores."""
+        theirs = other._wanted
         return all(
-            row.get(name) in (wanted if isinstance(wanted, list) else [wanted])
-            for name, wanted in self.only.items()
+            name in theirs and all(value in values for value in theirs[name])
+            for name, values in self._wanted.items()
+        )
+
+    def excludes(self, other: Reward) -> bool:
+        """Whether ``only`` keeps it from every row that another reward scores."""
+        theirs = other._wanted
+        return any(
+            name in theirs and not any(value in values for value in theirs[name])
+            for name, values in self._wanted.items()
         )
 
     def tried_faults(self, rows: Sequence[Mapping[str, object]]) -> dict[int, str | None]:
@@ -194,10 +208,8 @@ def make_reward(node: Mapping[str, Any], key: str, given: Any = None) -> Reward:
     """Build the reward that the node ``key`` describes; ``given`` is a component without a path."""
     node = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     table = _Keys if node.get("isolation") is None else _IsolatedKeys
-    try:
-        own = read(table, {name: node[name] for name in table.model_fields if name in node})
-    except ConfigError as error:
-        raise ConfigError(*(f"{key}.{problem}" for problem in error.problems)) from None
+    given_keys = {name: node[name] for name in table.model_fields if name in node}
+    own = read(table, given_keys, below=f"{key}.")
     path = node["_component_"]
     arguments = {n: v for n, v in node.items() if n not in (*table.model_fields, "_component_")}
     component, signature = _load(path, key, given)

@@ -340,8 +340,8 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
     A reward that ``decides`` gives a right answer at least 1 more than a wrong one; any other with
     a ``reward_range`` can favour a wrong answer by at most the width of that range.
     """
-    for only in (reward.only for reward in rewards):  # of rows, those that it names
-        scoring = [reward for reward in rewards if reward.only in ({}, only)]
+    for each in rewards:  # on the rows that it scores
+        scoring = [reward for reward in rewards if reward.covers(each)]
         deciding = [reward for reward in scoring if reward.decides and reward.weight]
         gap = sum(reward.weight for reward in deciding)
         spans = {
@@ -362,9 +362,8 @@ def _check_shaping(rewards: Sequence[Reward]) -> None:
 
 
 def _are_parts(one: Reward, other: Reward) -> bool:
-    """Whether two rewards of the same name score other rows, with the same weight."""
-    rows_differ = one.only and other.only and one.only != other.only
-    return bool(rows_differ) and one.weight == other.weight
+    """Whether two rewards of the same name never score the same row, with the same weight."""
+    return one.excludes(other) and one.weight == other.weight
 
 
 def _check_own_columns(reward: Reward, dataset: PromptData, key: str) -> None:
