@@ -164,9 +164,10 @@ class StepMetrics:
                 result[name.removeprefix(_NEGATED)] = -value if is_min else value
         if "num_tokens" in sums:
             result["num_tokens"] = sums["num_tokens"][0]
-        if "time/rollout" in result:
-            tokens = sums["completions/mean_length"][0]
+        tokens = sums.get("completions/mean_length", [0.0])[0]
+        if "time/rollout" in result:  # a fork may not time it
             result["rollout/tokens_per_second"] = tokens / result["time/rollout"]
+        if "step_time" in result:
             result["tokens_per_second"] = tokens / result["step_time"]
         return result
 
