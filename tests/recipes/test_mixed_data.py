@@ -56,7 +56,7 @@ MINE = """
 def as_long(prompts, completions, wanted, log_extra=None, **columns):
     if log_extra:
         log_extra("wanted", wanted)
-    return [abs(len(text) - len(goal)) for text, goal in zip(completions, wanted)]
+    return [abs(len(text) - len(goal)) / 100 for text, goal in zip(completions, wanted)]
 """
 
 
@@ -81,7 +81,8 @@ def test_a_step_has_the_shares_of_the_weights_and_each_row_its_own_reward(folder
     for text in texts:
         wanted = text["extra"]["wanted"]
         if text["prompt"] == "And 1 more?":
-            assert text["rewards"]["right"] == abs(len(text["completion"]) - len(wanted))
+            longer = abs(len(text["completion"]) - len(wanted))
+            assert text["rewards"]["right"] == pytest.approx(longer / 100)
         else:
             assert wanted is None and text["rewards"]["right"] in (0, 1)
     rows = [step["prompts"]["prompt_index"] for step in steps]
