@@ -267,6 +267,7 @@ def test_an_environments_own_reward_has_its_key():
     for decider in ("Game", "correctness"):
         (line,) = lines([HEALTHY | own] * 9, decider)
         assert (line["name"], line["key"]) == ("reward_constant", "environment")
+    assert lines([HEALTHY | own | {"rewards/Game/mean": 0.0}] * 9, "correctness") == []
 
 
 @pytest.mark.parametrize("changes", REMEDIES)

@@ -390,6 +390,8 @@ def rewards(run: History) -> Signs:
             yield Sign("reward_fails", evidence, key, remedy)
         level, decides = run.now(f"rewards/{name}/mean"), name == run.decider
         is_useless = run.is_constant(name) and level != run.best(index)
+        if key == "environment" and level == 0:  # each step has to return a number
+            is_useless = False
         is_bad = run.decides_nothing if decides else is_useless
         if weight and is_bad:
             said = "None" if none == 1 else f"{level:.3g}"
