@@ -348,8 +348,9 @@ TESTS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def code():
+    """A reward whose server ends with its test: ``sandbox`` counts what is left of its own."""
     reward = CodeReward(workers=1)
     yield reward
     reward.close()
