@@ -192,10 +192,12 @@ class History:
         (_, spread), *others = seen
         return not others and spread == 0
 
-    def best(self, index: int) -> float:
-        """The mean of a reward that says nothing is wrong: a format always kept, no penalty."""
+    def blameless(self, index: int) -> set[float]:
+        """The means of a reward that says nothing is wrong: a format always kept, no penalty."""
         lowest, highest = self._ranges[self.rewards[index]["name"]] or (0.0, 1.0)
-        return lowest if self.rewards[index]["weight"] < 0 else highest
+        best = lowest if self.rewards[index]["weight"] < 0 else highest
+        # An environment has to return a number for each turn, also if it rewards none.
+        return {best, 0.0} if self.keys[index] == "environment" else {best}
 
     @property
     def decides_nothing(self) -> bool:
@@ -389,9 +391,7 @@ def rewards(run: History) -> Signs:
             evidence = f"{name} failed on {failed:.0%} of the rows."
             yield Sign("reward_fails", evidence, key, remedy)
         level, decides = run.now(f"rewards/{name}/mean"), name == run.decider
-        is_useless = run.is_constant(name) and level != run.best(index)
-        if key == "environment" and level == 0:  # each step has to return a number
-            is_useless = False
+        is_useless = run.is_constant(name) and level not in run.blameless(index)
         is_bad = run.decides_nothing if decides else is_useless
         if weight and is_bad:
             said = "None" if none == 1 else f"{level:.3g}"
