@@ -58,6 +58,7 @@ def read_config(cfg: DictConfig, table: type[Config] = GRPOConfig) -> Config:  #
     if settings is not None:
         nodes |= {"rollout.engine": settings.rollout.engine}
         with noted(problems):
+            # One key has no default; the run's own stands there if this does not change it.
             changes = {"max_generated_tokens": 1, **settings.evaluation.sampling}
             read(SamplingParams, changes, below="evaluation.sampling.")
     for name, node in nodes.items():

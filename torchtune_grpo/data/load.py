@@ -207,9 +207,10 @@ def _check_csv(
     keep_default_na: bool = False,
     **others: object,
 ) -> Iterator[str]:
-    """Yield the columns with booleans, or with anything else beside numbers, in all splits' files:
-    from one part of a table pandas may make numbers, and from the next text. Refuse records of
-    another length than the header's, which pandas shifts or fills.
+    """Yield the columns with booleans, or with numbers and anything else, in all splits' files.
+
+    From one part of such a column pandas may make numbers, and from the next text. Records of
+    another length than the header's, which pandas shifts or fills, are refused.
     """
     if others.keys() - {"streaming"}:  # then it is for pandas to read them
         return

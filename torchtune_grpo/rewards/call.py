@@ -162,8 +162,9 @@ def call_all(rewards: Sequence[Reward], batch: Batch) -> dict[str, Outcome]:
     rows = [batch.rows_of(reward) for reward in rewards]
 
     def call(number: int) -> Outcome:
-        own = batch.select(rows[number])
-        return _call_reward(rewards[number], own) if rows[number] else Outcome(0)
+        if not rows[number]:
+            return Outcome(0)
+        return _call_reward(rewards[number], batch.select(rows[number]))
 
     numbers, count = range(len(rewards)), len(batch.completions)
     begun = {n: loop.in_thread(call, n) for n in numbers if rewards[n].is_async}

@@ -48,6 +48,7 @@ class Reward:
         declared = getattr(self.function, "func", self.function)  # unwraps a partial
         reads = getattr(declared, "reads", None)
         self.format = self.format or (reads if reads in get_args(Format) else None)
+        # Column -> the values in it that ``only`` admits.
         self._wanted = {n: v if isinstance(v, list) else [v] for n, v in self.only.items()}
         # Whether it tells right answers from wrong ones: they score at least 1 more.
         self.decides: bool = getattr(declared, "decides", False)
