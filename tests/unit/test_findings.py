@@ -368,6 +368,9 @@ CHANGES = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), 
 @pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=40)
 @given(changes=CHANGES, common=st.sampled_from([{}, HEALTHY]), repeat=st.integers(1, 60))
+@hypothesis.example(
+    changes=[{"eval/accuracy": value} for value in ("0", 0.0, 10**400)], common={}, repeat=2
+)
 def test_no_record_raises(changes, common, repeat):
     """Missing, null, infinite, huge or foreign values."""
     run([common | change for change in changes] * repeat)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,8 +89,10 @@ def changes_weights(step: Measured) -> bool:
 
 
 def metric(event: Measured, name: str) -> float | None:
-    """Return a metric; None if the event has none of this name, or one that is not finite."""
-    return cast(Record, event).get(name)
+    """Return a metric; None if the event has none of this name, or no finite number."""
+    value = cast(Record, event).get(name)
+    is_finite = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    return value if is_finite else None
 
 
 def read(folder: Path, *kinds: str) -> list[Record]:
